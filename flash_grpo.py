@@ -1,29 +1,27 @@
 """Flash-GRPO in one file: align Wan video diffusion models with a reward, training one denoising step per video.
 
-    accelerate launch flash_grpo.py                                    # a small Wan on a laptop's CPU, in minutes
-    accelerate launch flash_grpo.py --model wan1.3b --reward pickscore # a real Wan on the GPUs of this machine
-    accelerate launch flash_grpo.py --model wan14b --reward http://127.0.0.1:8000   # 14B, sharded; HPSv3 behind a server
-    accelerate launch flash_grpo.py --method flow                      # the neighbours: flow, dance, mix, mix-flash
-    python flash_grpo.py --model wan14b --dry_run                      # the plan and the cost, without weights
-    python flash_grpo.py serve --reward hpsv3 --port 8000              # a reward behind HTTP, in its own environment
-    python flash_grpo.py bench                                         # where the seconds of an update go
+    accelerate launch flash_grpo.py                                     # a small Wan on a laptop's CPU, in minutes
+    accelerate launch flash_grpo.py --model wan1.3b --reward pickscore  # a real Wan on the GPUs of this machine
+    accelerate launch flash_grpo.py --model wan14b --reward http://127.0.0.1:8000  # sharded; HPSv3 behind a server
+    accelerate launch flash_grpo.py --method flow                       # its neighbours: flow, dance, mix, mix-flash
+    python flash_grpo.py --model wan14b --num_gpus 8 --dry_run          # the plan and the cost, without weights
+    python flash_grpo.py serve --reward hpsv3 --port 8000               # a reward behind HTTP, in its own environment
+    python flash_grpo.py bench                                          # where the seconds of an update go
 
 Flash-GRPO (He et al., ICML 2026, arXiv 2605.15980) is GRPO for flow-matching models with three changes:
 
 1. One-step policy. A rollout is deterministic except for ONE stochastic step k, and only that transition is trained.
 2. Iso-temporal grouping. All videos of a prompt share k, so advantages compare policies and not timesteps.
-3. Temporal gradient rectification. The gradient at a step is proportional to lambda = |d mean / d velocity| / std, which
-   varies over the schedule; each sample's loss is divided by its lambda, so that every timestep pulls alike.
+3. Temporal gradient rectification. The gradient at a step is proportional to lambda = |d mean / d velocity| / std,
+   which varies over the schedule; each loss is divided by its lambda, so that every timestep pulls alike.
 
-The file reads in the order of the idea: the configuration; then the algorithm as pure functions (schedule and SDE, masks,
-advantages, loss); then the Wan policy, the tiny world, rewards, rollout, sharding and checkpoints, evaluation, and the
-training loop. A reader can stop after "The loss" and have the algorithm.
-
-Tensors of videos are [B, C, T, H, W]: latents in float32, noise level sigma from 1 (noise) to 0 (data).
+The file reads in the order of the idea: the configuration; the algorithm as pure functions (schedule and SDE, masks,
+advantages, loss); the Wan policy, the tiny world, rewards, rollout, sharding and checkpoints, evaluation, training.
+Who stops reading after `grpo_loss` has the algorithm. Latents are float32 [B, C, T, H, W]; the noise level sigma falls
+from 1 (noise) to 0 (data); lines that start a section are marked with ====.
 """
 
 import argparse
-import ast
 import dataclasses
 import difflib
 import hashlib
@@ -32,327 +30,308 @@ import json
 import math
 import os
 import re
+import runpy
 import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
-# ======================================================================================================================
-# Configuration
-# ======================================================================================================================
+# ==== Configuration ===================================================================================================
 
 
 @dataclass
 class Config:
-    """Every setting of a run. A field left at None is filled from the method's row, the model's row, or DEFAULTS.
+    """Every setting of a run. A field left at None is filled from its method's row, its model's row, or by `fill`.
 
-    The comment behind a field is its help text, and the comment line above a block its topic in `--help`.
+    The comment behind a field is its help text, the braces are what it accepts (`0<..` = above 0), and the comment
+    line above a block is its topic in --help.
     """
 
     # Model
-    model: str = "tiny"  # tiny, wan1.3b, wan14b, wan2.2-5b, wan2.2-a14b, or a folder or hub name of a Wan T2V pipeline
-    weights: str = "pretrained"  # pretrained | random: the true architecture without a download, to try your hardware
-    height: int | None = None  # pixels
-    width: int | None = None  # pixels
-    num_frames: int | None = None  # frames of a video (Wan: 4 n + 1)
-    num_steps: int | None = None  # denoising steps of a rollout
-    flow_shift: float | None = None  # shift f of the sigma schedule; by default 3 below 720p and 5 from 720p on
-    guidance_scale: float | None = None  # classifier-free guidance; 1 switches it off
-    guidance_scale_2: float | None = None  # guidance of Wan 2.2's low-noise expert; by default as guidance_scale
+    model: str = "tiny"  # tiny, wan1.3b, wan14b, wan2.2-5b, wan2.2-a14b, or a Wan pipeline's folder or hub name
+    weights: str = "pretrained"  # random = the true architecture, no download {pretrained|random}
+    height: int | None = None  # pixels {1..}
+    width: int | None = None  # pixels {1..}
+    num_frames: int | None = None  # frames of a video; 4 n + 1 for Wan {1..}
+    num_steps: int | None = None  # denoising steps of a rollout {1..}
+    flow_shift: float | None = None  # shift f of the sigma schedule; by default 3 below 700 pixels and 5 above {0<..}
+    guidance_scale: float | None = None  # classifier-free guidance; 1 switches it off {1..}
+    guidance_scale_2: float | None = None  # guidance of Wan 2.2's low-noise expert; by default the same {1..}
     negative_prompt: str = ""  # what guidance steers away from
-    dtype: str | None = None  # bf16 (autocast, frozen weights stored in bf16) | fp32
+    dtype: str | None = None  # bf16 = autocast, and frozen weights stored in bf16 {bf16|fp32}
     compile: bool = False  # compile the transformer blocks, once for rollout and training
-    gradient_checkpointing: bool | None = None  # recompute activations in the backward pass: less memory, 4/3 the time
-    cfg_batch: bool | None = None  # guidance's two forwards in one batch (faster) or one after the other (less memory)
+    gradient_checkpointing: bool | None = None  # recompute activations in the backward pass: less memory, more time
+    cfg_batch: bool | None = None  # guidance's two forwards in one batch instead of one after the other
 
     # Method: a row of METHODS, each part of which can be set on its own
-    method: str = "flash"  # flash, flow, dance, mix, mix-flash
-    sde: str | None = None  # noise of a stochastic step: wan, flow, dance, cps
-    eta: float | None = None  # noise level of flow (0.7), dance (0.3) and cps (0.7); the wan SDE has none
-    window: str | None = None  # steps that may be stochastic, as a slice start:stop; by default the first half
-    window_every: int | None = None  # updates after which the window moves on by one step; 0 = never
-    sde_steps: int | None = None  # stochastic steps drawn from the window for each video; 0 = all of them
-    train_fraction: float | None = None  # share of the stochastic steps that are trained
-    grouping: str | None = None  # iso: a prompt's videos share their stochastic steps | random: each draws its own
-    group_noise: str | None = (
-        None  # initial noise of a prompt's videos: independent | shared (and its prefix computed once)
+    method: str | None = (
+        None  # which row; by default flash, for tiny flash-shared {flash|flash-shared|flow|dance|mix|mix-flash}
     )
+    sde: str | None = None  # noise of a stochastic step, see sde_coefficients {wan|flow|dance|cps}
+    eta: float | None = None  # noise level of flow (0.7), dance (0.3) and cps (0.7); wan has none {0<..}
+    window: str | None = None  # steps that may be stochastic, as start:stop; by default the first half
+    window_every: int | None = None  # updates after which the window moves on by one step; 0 = never {0..}
+    sde_steps: int | None = None  # stochastic steps that a video draws from the window; 0 = all {0..}
+    train_fraction: float | None = None  # share of the stochastic steps that is trained {0<..1}
+    grouping: str | None = None  # iso = a prompt's videos share their stochastic steps {iso|random}
+    group_noise: str | None = None  # initial noise of a prompt's videos {independent|shared}
     rectify: bool | None = None  # divide the time-dependent gradient scale out of the loss
-    solver: str | None = None  # solver after the last stochastic step: euler | dpm2 (DPM-Solver++ 2M)
-    compress: float | None = None  # share of the steps after the last stochastic one that is kept
+    solver: str | None = None  # solver after the last stochastic step; dpm2 = DPM-Solver++ 2M {euler|dpm2}
+    compress: float | None = None  # share of the steps after the last stochastic one that is kept {0<..1}
 
     # Training
-    seed: int = 0  # seeds everything; noise depends on (seed, update, prompt, sample) and never on the rank
-    num_updates: int | None = None  # optimizer updates (each of prompts_per_update x group_size videos)
-    max_nfe: int | None = None  # end the run at this many transformer evaluations instead
-    prompts_per_update: int | None = None  # prompts of an update, over all processes
-    group_size: int | None = None  # videos per prompt, compared with one another
-    ppo_epochs: int = 1  # optimizer steps on the same videos
-    micro_batch: int | None = None  # videos per forward pass on one process
-    lr: float | None = None  # AdamW's learning rate
-    weight_decay: float = 1e-4  # AdamW's weight decay
-    adam_eps: float = 1e-15  # AdamW's epsilon; gradients here are tiny, see Trainer.step
-    max_grad_norm: float = 1.0  # clip the gradient norm
-    clip_range: float = 1e-3  # PPO clip; small because log-probabilities are averaged over the latent
-    adv_std: str = "global"  # standard deviation in the advantage: global (whole batch) | group
-    kl: float = 0.0  # weight of the KL to the model without its adapter
+    seed: int = 0  # noise depends on (seed, update, prompt, sample), never on the number of processes {0..}
+    num_updates: int | None = None  # updates, each on prompts_per_update x group_size videos {1..}
+    max_nfe: int | None = None  # end the run after so many transformer evaluations instead {1..}
+    prompts_per_update: int | None = None  # prompts of an update, over all processes {1..}
+    group_size: int | None = None  # videos per prompt, compared with one another {2..}
+    ppo_epochs: int = 1  # optimizer steps on the same videos {1..}
+    micro_batch: int | None = None  # videos per forward pass of one process {1..}
+    lr: float | None = None  # AdamW's learning rate {0<..}
+    weight_decay: float = 1e-4  # AdamW's weight decay {0..}
+    adam_eps: float = 1e-15  # AdamW's epsilon, see adam_eps_share {0<..}
+    max_grad_norm: float = 1.0  # gradient norm above which it is clipped {0<..}
+    clip_range: float = 1e-3  # PPO's clip; small because log-probabilities are averages over the latent {0<..}
+    adv_std: str = "global"  # standard deviation in the advantage: of the whole batch or of the group {global|group}
+    kl: float = 0.0  # weight of the KL divergence to the model without its adapter {0..}
     full: bool = False  # train all weights instead of a LoRA adapter
-    lora_rank: int = 16  # rank of the adapter
-    lora_alpha: int = 32  # scale of the adapter: alpha / rank
-    lora_targets: str = "to_q,to_k,to_v,to_out.0"  # modules that get an adapter: endings of their names
-    ema_decay: float = 0.9  # moving average of the trained weights, used for evaluation and export
-    ema_every: int | None = None  # updates between two steps of the moving average
-    max_bad_updates: int = 5  # stop after this many non-finite updates in a row
-    shard_size: int | None = None  # processes that share one copy of the model (FSDP2); 1 = a copy on each
-    timeout: int = 1800  # seconds after which a process that waits for another gives up
+    lora_rank: int = 16  # rank of the adapter {1..}
+    lora_alpha: int = 32  # scale of the adapter: alpha / rank {1..}
+    lora_targets: str = "to_q,to_k,to_v,to_out.0"  # endings of the names of the modules that get an adapter
+    ema_decay: float = 0.9  # moving average of the trained weights, for evaluation and export {0..1}
+    ema_every: int | None = None  # updates between two steps of the moving average {1..}
+    max_bad_updates: int = 5  # stop after so many non-finite updates in a row {1..}
+    shard_size: int | None = None  # processes that share a copy of the model; 1 = a copy each, 0 = one a machine {0..}
+    timeout: int = 1800  # seconds after which a process that waits for another gives up {1..}
 
     # Prompts and rewards
-    prompts: str | None = None  # file with a prompt a line, or .jsonl with "prompt" and metadata for the reward
-    reward: str | None = None  # name[@model][:weight],... | file.py:function (its code is run) | http://host:port,...
-    reward_mix: str = "standardize"  # several rewards: standardize each over the batch before adding | raw
-    reward_frames: int = 8  # evenly spaced frames that image rewards look at
-    reward_top: float | None = None  # share of the best frames that is averaged (hpsv3: 0.3 as in the paper, others 1)
-    reward_on_error: str = "stop"  # stop | drop the groups of videos whose reward failed
-    reward_timeout: float = 300.0  # seconds for one request to a reward server
-    reward_token: str | None = (
-        None  # shared secret of trainer and reward server (or FLASH_GRPO_TOKEN in the environment)
+    prompts: str | None = None  # file: a prompt a line, or .jsonl with "prompt" and metadata for the reward
+    reward: str | None = None  # name[@model][:weight],.. or file.py:function (it is run) or http://host:port,..
+    reward_mix: str = "standardize"  # of several rewards, each standardized over the batch or not {standardize|raw}
+    reward_frames: int = 8  # evenly spaced frames that image rewards look at {1..}
+    reward_top: float | None = (
+        None  # share of the best frames that is averaged; by default 0.3 for hpsv3, else 1 {0<..1}
     )
+    reward_on_error: str = "stop"  # or drop the groups whose reward failed {stop|drop}
+    reward_timeout: float = 300.0  # seconds for a request to a reward server {0<..}
+    reward_token: str | None = None  # secret shared with the reward server; or FLASH_GRPO_TOKEN in the environment
 
-    # Evaluation, pictures, files
-    eval_every: int | None = None  # updates between evaluations; 0 = only before and after
-    eval_prompts: str | None = None  # file of held-out prompts; by default the tail of the built-in list
-    eval_videos: int = 12  # videos saved at each evaluation
-    eval_num_steps: int | None = None  # deterministic steps of the evaluation sampler
-    save_every: int | None = None  # updates between checkpoints; 0 = only the last
-    keep: int = 2  # checkpoints that are kept
+    # Evaluation and files
+    eval_every: int | None = None  # updates between evaluations; 0 = only before and after {0..}
+    eval_prompts: str | None = None  # file of held-out prompts; by default a part of the built-in ones
+    eval_num_steps: int | None = None  # deterministic steps of the evaluation {1..}
+    eval_videos: int = 12  # videos saved at each evaluation {0..}
+    save_every: int | None = None  # updates between checkpoints; 0 = only at the end {0..}
+    keep: int = 2  # newest checkpoints that are kept {1..}
     output_dir: str = "runs"  # parent of the run's folder
     run_name: str | None = None  # the run's folder; by default model-method-seed
     resume: bool = False  # continue the run in that folder from its newest whole checkpoint
-    tracker: str = "tensorboard"  # tensorboard | wandb | none
-    fps: int | None = None  # frames a second of the saved videos
+    tracker: str = "tensorboard"  # where Accelerate logs besides metrics.jsonl {tensorboard|wandb|none}
+    fps: int | None = None  # frames a second of the saved videos {1..}
 
     # Side jobs
-    dry_run: bool = False  # print the plan (mesh, memory, cost) and stop; needs no weights and no GPU
-    num_gpus: int | None = None  # GPUs that the dry run plans for; by default those that were launched
-    host: str = "127.0.0.1"  # serve: the address to listen on
-    port: int = 8000  # serve: the port to listen on
+    dry_run: bool = False  # print the plan and the cost, and stop
+    num_gpus: int | None = None  # GPUs that --dry_run plans for {1..}
+    host: str = "127.0.0.1"  # serve: address to listen on
+    port: int = 8000  # serve: port to listen on {0..65535}
 
 
-# A model's row: its repository and what differs from DEFAULTS. Settings are the paper's for 1.3B and its steps for 14B.
-WAN = dict(
-    height=480, width=832, num_frames=81, num_steps=20, guidance_scale=4.5, dtype="bf16", gradient_checkpointing=True,
-    cfg_batch=False, num_updates=300, prompts_per_update=24, group_size=4, micro_batch=1, lr=1e-4, ema_every=8,
-    reward="hpsv3", eval_every=25, eval_num_steps=50, save_every=25, fps=16, shard_size=1,
-)  # fmt: skip
+# fmt: off
+# A model's row. Wan's settings are the paper's for 1.3B; for 14B it takes 12 steps. `repo` is the pipeline on the hub.
+WAN = {
+    "height": 480, "width": 832, "num_frames": 81, "num_steps": 20, "guidance_scale": 4.5, "dtype": "bf16",
+    "gradient_checkpointing": True, "cfg_batch": False, "num_updates": 300, "prompts_per_update": 24, "group_size": 4,
+    "micro_batch": 1, "lr": 1e-4, "ema_every": 8, "reward": "pickscore", "eval_every": 25, "eval_num_steps": 50,
+    "save_every": 25, "fps": 16, "shard_size": 1,
+}
 MODELS: dict[str, dict] = {
-    "tiny": dict(
-        height=16, width=16, num_frames=6, num_steps=10, flow_shift=3.0, guidance_scale=1.0, dtype="fp32",
-        gradient_checkpointing=False, cfg_batch=True, num_updates=60, prompts_per_update=6, group_size=8,
-        micro_batch=48, lr=2e-4, ema_every=1, reward="palette", eval_every=10, eval_num_steps=20, save_every=20,
-        fps=4, shard_size=1,
-    ),
-    "wan1.3b": WAN | dict(repo="Wan-AI/Wan2.1-T2V-1.3B-Diffusers"),
-    "wan14b": WAN | dict(repo="Wan-AI/Wan2.1-T2V-14B-Diffusers", num_steps=12, shard_size=0),
-    "wan2.2-5b": WAN | dict(
-        repo="Wan-AI/Wan2.2-TI2V-5B-Diffusers", height=704, width=1280, num_frames=121, flow_shift=5.0, fps=24
-    ),
-    "wan2.2-a14b": WAN | dict(repo="Wan-AI/Wan2.2-T2V-A14B-Diffusers", num_steps=12, shard_size=0),
-}  # fmt: skip
-
-# A method's row: which steps are stochastic (and so are trained), their noise, their weight, and how the rest is solved.
-ALL_BUT_LAST = dict(
-    sde="flow", window="0:-1", window_every=0, sde_steps=0, train_fraction=1.0, grouping="iso",
-    group_noise="independent", rectify=False, solver="euler", compress=1.0,
-)  # fmt: skip
-METHODS: dict[str, dict] = {
-    "flash": ALL_BUT_LAST | dict(sde="wan", window=None, sde_steps=1, rectify=True),
-    "flow": ALL_BUT_LAST,  # Flow-GRPO, arXiv 2505.05470
-    "dance": ALL_BUT_LAST | dict(sde="dance", train_fraction=0.6, group_noise="shared"),  # DanceGRPO, arXiv 2505.07818
-    "mix": ALL_BUT_LAST | dict(window="0:4", window_every=25),  # MixGRPO, arXiv 2507.21802
-    "mix-flash": ALL_BUT_LAST | dict(window="0:4", window_every=25, solver="dpm2", compress=0.4),
+    "tiny": {
+        "height": 16, "width": 16, "num_frames": 6, "num_steps": 10, "flow_shift": 3.0, "guidance_scale": 1.0,
+        "dtype": "fp32", "gradient_checkpointing": False, "cfg_batch": True, "num_updates": 100,
+        "prompts_per_update": 6, "group_size": 8, "micro_batch": 48, "lr": 6e-4, "ema_every": 1, "reward": "palette",
+        "eval_every": 20, "eval_num_steps": 20, "save_every": 20, "fps": 4, "shard_size": 1,
+    },
+    "wan1.3b": WAN | {"repo": "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"},
+    "wan14b": WAN | {"repo": "Wan-AI/Wan2.1-T2V-14B-Diffusers", "num_steps": 12, "shard_size": 0},
+    "wan2.2-5b": WAN | {
+        "repo": "Wan-AI/Wan2.2-TI2V-5B-Diffusers", "height": 704, "width": 1280, "num_frames": 121, "fps": 24,
+    },
+    "wan2.2-a14b": WAN | {"repo": "Wan-AI/Wan2.2-T2V-A14B-Diffusers", "num_steps": 12, "shard_size": 0},
 }
 
-CHOICES = {
-    "weights": ["pretrained", "random"], "dtype": ["bf16", "fp32"], "method": list(METHODS),
-    "sde": ["wan", "flow", "dance", "cps"], "grouping": ["iso", "random"], "group_noise": ["independent", "shared"],
-    "solver": ["euler", "dpm2"], "adv_std": ["global", "group"], "reward_mix": ["standardize", "raw"],
-    "reward_on_error": ["stop", "drop"], "tracker": ["tensorboard", "wandb", "none"],
-}  # fmt: skip
+# A method's row: which steps are stochastic, hence trained, with which noise and weight, and how the rest is solved.
+FLOW_GRPO = {
+    "sde": "flow", "window": "0:-1", "window_every": 0, "sde_steps": 0, "train_fraction": 1.0, "grouping": "iso",
+    "group_noise": "independent", "rectify": False, "solver": "euler", "compress": 1.0,
+}
+FLASH_GRPO = FLOW_GRPO | {"sde": "wan", "window": None, "sde_steps": 1, "rectify": True}
+METHODS: dict[str, dict] = {
+    "flash": FLASH_GRPO,  # arXiv 2605.15980
+    "flash-shared": FLASH_GRPO | {"group_noise": "shared"},  # ours: a group differs by the policy's one action alone
+    "flow": FLOW_GRPO,  # arXiv 2505.05470
+    "dance": FLOW_GRPO | {"sde": "dance", "train_fraction": 0.6, "group_noise": "shared"},  # arXiv 2505.07818
+    "mix": FLOW_GRPO | {"window": "0:4", "window_every": 25},  # arXiv 2507.21802
+    "mix-flash": FLOW_GRPO | {"window": "0:4", "window_every": 25, "solver": "dpm2", "compress": 0.4},
+}
+COLORS = {
+    "red": (1, 0, 0), "green": (0, 1, 0), "blue": (0, 0, 1),
+    "yellow": (1, 1, 0), "magenta": (1, 0, 1), "cyan": (0, 1, 1),
+}
+DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
+# fmt: on
+TINY_PROMPTS = [f"a {c} {s} moving {d}" for d in DIRECTIONS for s in ("circle", "square") for c in COLORS]
+WAN_PROMPTS = """\
+A barista pours steamed milk into a cup and draws a leaf, close-up, soft morning light.
+A girl in a yellow raincoat jumps into puddles on a city street at night, neon reflections.
+A hummingbird hovers at a purple flower, macro shot, blurred background.
+A chef tosses vegetables in a flaming wok in a busy kitchen.
+A black cat stretches on a windowsill while rain runs down the glass.
+A horse gallops through shallow water, backlit by the setting sun.
+Paper lanterns rise into the night sky above a lake.
+A golden retriever runs along a beach at sunset, tracking shot.""".splitlines()
 REWARDS = ["palette", "brightness", "motion", "pickscore", "clip", "hpsv3"]
-# The least and, where there is one, the most that a number may be; None = unbounded, and * marks an open end.
-BOUNDS = {
-    "height": "1..", "width": "1..", "num_frames": "1..", "num_steps": "1..", "flow_shift": "*0..",
-    "guidance_scale": "0..", "guidance_scale_2": "0..", "eta": "*0..", "window_every": "0..", "sde_steps": "0..",
-    "train_fraction": "*0..1", "compress": "*0..1", "num_updates": "1..", "max_nfe": "1..", "prompts_per_update": "1..",
-    "group_size": "2..", "ppo_epochs": "1..", "micro_batch": "1..", "lr": "*0..", "weight_decay": "0..",
-    "adam_eps": "*0..", "max_grad_norm": "*0..", "clip_range": "*0..", "kl": "0..", "lora_rank": "1..",
-    "lora_alpha": "1..", "ema_decay": "0..1", "ema_every": "1..", "max_bad_updates": "1..", "shard_size": "0..",
-    "timeout": "1..", "reward_frames": "1..", "reward_top": "*0..1", "reward_timeout": "*0..", "eval_every": "0..",
-    "eval_num_steps": "1..", "save_every": "0..", "keep": "1..", "eval_videos": "0..", "fps": "1..", "num_gpus": "1..", "port": "1..65535",
-    "seed": "0..",
-}  # fmt: skip
-ETA = {"wan": 0.7, "flow": 0.7, "dance": 0.3, "cps": 0.7}
 
 
 class UserError(ValueError):
-    """Something that the user typed or a file that they named is wrong; shown as one line, exit code 2."""
+    """Something that the user typed, or a file that they named, is wrong: shown as one line, exit code 2."""
 
 
 def nearest(word: str, words: list[str]) -> str:
-    """A suggestion for a mistyped word, to be appended to an error message."""
+    """A suggestion for a mistyped word, to end an error message with."""
     match = difflib.get_close_matches(word, words, n=1, cutoff=0.5)
     return f" (did you mean {match[0]}?)" if match else ""
 
 
+def config_fields() -> dict[str, tuple[str, str, str]]:
+    """{field: (topic, help, accepted)}, read from Config's source, where each is written beside its field."""
+    found, topic = {}, ""
+    for line in inspect.getsource(Config).splitlines():
+        if heading := re.fullmatch(r"    # (.+)", line):
+            topic = heading[1]
+        if field := re.fullmatch(r"    (\w+): .*?  # (.+?)(?: \{(.+)\})?", line):
+            found[field[1]] = (topic, field[2], field[3] or "")
+    return found
+
+
+def check_accepted(name: str, value: Any, accepted: str) -> None:
+    """Raise UserError unless a value is among the accepted ones: `a|b|c`, or a range `low..high` (`0<..` = above 0)."""
+    if "|" in accepted and value not in accepted.split("|"):
+        choices = accepted.split("|")
+        raise UserError(f"--{name} {value}: choose one of {', '.join(choices)}{nearest(str(value), choices)}")
+    if ".." in accepted and value is not None:
+        low, high = accepted.split("..")
+        inside = value > 0 if low == "0<" else value >= float(low)
+        if not inside or not math.isfinite(value) or (high and value > float(high)):
+            limit = "above 0" if low == "0<" else f"at least {low}"
+            raise UserError(f"--{name} {value}: must be {limit}{f' and at most {high}' if high else ''}")
+
+
 def fill(config: Config) -> Config:
-    """Return a copy whose unset fields are filled: the method's row, then the model's, then what follows from them."""
-    if config.method not in METHODS:
-        raise UserError(
-            f"--method {config.method}: choose one of {', '.join(METHODS)}{nearest(config.method, list(METHODS))}"
-        )
-    looks_like_path = "/" in config.model or os.path.isdir(config.model)
-    if config.model not in MODELS and not looks_like_path:
-        known = list(MODELS)
-        raise UserError(f"--model {config.model}: choose one of {', '.join(known)}, a folder or owner/name"
-                        f"{nearest(config.model, known)}")  # fmt: skip
-    rows = METHODS[config.method] | MODELS.get(config.model, WAN)
-    config = dataclasses.replace(
-        config, **{k: v for k, v in rows.items() if k != "repo" and getattr(config, k) is None}
-    )
-    derived = dict(
-        window=f"0:{max(1, config.num_steps // 2)}",
-        flow_shift=5.0 if min(config.height, config.width) >= 700 else 3.0,
-        eta=ETA.get(config.sde, 0.7),
-        guidance_scale_2=config.guidance_scale,
-        run_name=f"{Path(config.model).name}-{config.method}-seed{config.seed}",
-    )
-    return dataclasses.replace(config, **{k: v for k, v in derived.items() if getattr(config, k) is None})
+    """Return a copy with the unset fields filled: by the method's row, the model's row, then what follows from them."""
+    method = config.method or ("flash-shared" if config.model == "tiny" else "flash")
+    check_accepted("method", method, "|".join(METHODS))
+    known = list(MODELS)
+    if config.model not in known and "/" not in config.model and not os.path.isdir(config.model):
+        near = nearest(config.model, known)
+        raise UserError(f"--model {config.model}: choose one of {', '.join(known)}, a folder or owner/name{near}")
+    config = replace(config, method=method, num_updates=config.num_updates or (10**9 if config.max_nfe else None))
+    for derived in (False, True):
+        row = METHODS[config.method] | MODELS.get(config.model, WAN)
+        if derived:
+            row = {
+                "window": f"0:{max(1, config.num_steps // 2)}",
+                "flow_shift": 5.0 if min(config.height, config.width) >= 700 else 3.0,
+                "eta": 0.3 if config.sde == "dance" else 0.7,
+                "guidance_scale_2": config.guidance_scale,
+                "run_name": f"{Path(config.model).name}-{config.method}-seed{config.seed}",
+            }
+        unset = {name: value for name, value in row.items() if name != "repo" and getattr(config, name) is None}
+        config = replace(config, **unset)
+    return config
 
 
 def window_of(config: Config) -> tuple[int, int]:
-    """The (start, stop) of the steps that may be stochastic, from the text `start:stop` or `length`."""
-    match = re.fullmatch(r"(?:(-?\d+)?:)?(-?\d+)?", config.window)
-    if not match or not config.window:
-        raise UserError(f"--window {config.window}: give start:stop, as in 0:{config.num_steps // 2}")
-    start, stop, n = int(match[1] or 0), config.num_steps if match[2] is None else int(match[2]), config.num_steps
+    """The (start, stop) of the steps that may be stochastic. Raises UserError unless they lie in the schedule."""
+    n, match = config.num_steps, re.fullmatch(r"(?:(-?\d+):)?(-?\d+)", config.window)
+    start, stop = (int(match[1] or 0), int(match[2])) if match else (0, 0)
     start, stop = start + n * (start < 0), stop + n * (stop < 0)
     if not 0 <= start < stop <= n:
-        raise UserError(f"--window {config.window}: must lie inside the schedule's steps 0:{n} and hold at least one")
+        raise UserError(f"--window {config.window}: give start:stop inside the steps 0:{n}, such as 0:{max(1, n // 2)}")
     return start, stop
 
 
 def validate(config: Config, world_size: int = 1) -> None:
     """Check a filled Config without loading anything. Raises UserError that names flag, value and what is accepted."""
-    for name, choices in CHOICES.items():
-        value = getattr(config, name)
-        if value not in choices:
-            raise UserError(f"--{name} {value}: choose one of {', '.join(choices)}{nearest(str(value), choices)}")
-    for name, bounds in BOUNDS.items():
-        value = getattr(config, name)
-        low, high = bounds.lstrip("*").split("..")
-        if value is None:
-            continue
-        too_low = value <= float(low) if bounds.startswith("*") else value < float(low)
-        if not math.isfinite(value) or too_low or (high and value > float(high)):
-            above = f"above {low}" if bounds.startswith("*") else f"at least {low}"
-            raise UserError(f"--{name} {value}: must be {above}{f' and at most {high}' if high else ''}")
-    start, stop = window_of(config)
-    if config.sde_steps > stop - start:
-        raise UserError(f"--sde_steps {config.sde_steps}: the window {config.window} has only {stop - start} steps")
-    if config.window_every and stop > config.num_steps - 1:
-        raise UserError(
-            f"--window {config.window}: a window that moves must end before the last step, {config.num_steps - 1}"
-        )
-    if config.sde == "cps" and stop == config.num_steps:
-        raise UserError(
-            f"--window {config.window}: the last step of cps ends at sigma 0 and has std 0; stop at {stop - 1}"
-        )
-    if config.num_steps == 1 and config.sde == "wan":
-        raise UserError("--num_steps 1: a wan SDE of one step has std 0; use at least 2 steps or --sde flow")
-    videos = config.prompts_per_update * config.group_size
-    if videos % world_size:
-        ok = world_size // math.gcd(world_size, config.group_size)
-        low = config.prompts_per_update // ok * ok
-        raise UserError(
-            f"--prompts_per_update {config.prompts_per_update}: {config.prompts_per_update} x {config.group_size} videos "
-            f"do not divide over {world_size} processes; {f'{low} or ' if low else ''}{low + ok} prompts would"
-        )
-    if config.shard_size and world_size % config.shard_size:
-        raise UserError(f"--shard_size {config.shard_size}: must divide the {world_size} processes")
-    if config.kl and config.full:
-        raise UserError(f"--kl {config.kl}: needs the adapter to switch off for the reference; drop --full")
-    spatial, temporal = (4, 2) if config.model == "tiny" else (32 if config.model == "wan2.2-5b" else 16, 4)
-    for name in ("height", "width"):
-        value = getattr(config, name)
-        if value % spatial:
-            near = max(spatial, round(value / spatial) * spatial)
-            raise UserError(f"--{name} {value}: must be a multiple of {spatial}, for example {near}")
-    rest = 0 if config.model == "tiny" else 1
-    if config.num_frames % temporal != rest:
-        near = config.num_frames // temporal * temporal + rest
-        raise UserError(
-            f"--num_frames {config.num_frames}: must be {temporal} n{' + 1' * rest}, for example {near or temporal}"
-        )
-    if config.model == "tiny" and (config.height, config.width, config.num_frames) != (16, 16, 6):
-        raise UserError(f"--height {config.height}: the tiny model was made for 16 x 16 pixels and 6 frames")
-    if not config.lora_targets.strip(", "):
-        raise UserError("--lora_targets '': name at least one module, for example to_q,to_v")
+
+    def need(condition: bool, name: str, accepted: str) -> None:
+        if not condition:
+            raise UserError(f"--{name} {getattr(config, name)}: {accepted}")
+
+    for name, (_, _, accepted) in config_fields().items():
+        check_accepted(name, getattr(config, name), accepted)
+    (start, stop), n, tiny = window_of(config), config.num_steps, config.model == "tiny"
+    need(config.sde_steps <= stop - start, "sde_steps", f"the window {config.window} has only {stop - start} steps")
+    need(not config.window_every or stop < n, "window", f"to move, it must end before the last step: stop at {n - 1}")
+    need(config.sde != "cps" or stop < n, "window", f"the last step of cps has std 0: stop at {n - 1} or before")
+    need(config.sde != "wan" or n > 1, "num_steps", "a wan SDE of a single step has std 0: take 2 steps or more")
+    unit = world_size // math.gcd(world_size, config.group_size)
+    below = config.prompts_per_update // unit * unit
+    fits = f"its videos do not divide over {world_size} processes; {f'{below} or ' * (below > 0)}{below + unit} would"
+    need(config.prompts_per_update == below, "prompts_per_update", fits)
+    need(world_size % (config.shard_size or 1) == 0, "shard_size", f"must divide the {world_size} processes")
+    need(not (config.kl and config.full), "kl", "needs an adapter to switch off for the reference: drop --full")
+    for name, unit, rest in (("height", 16, 0), ("width", 16, 0), ("num_frames", 4, 1)):
+        value, unit = getattr(config, name), 32 if config.model == "wan2.2-5b" and unit == 16 else unit
+        below = (value - rest) // unit * unit + rest
+        fits = f"must be {unit} n{f' + {rest}' * rest}, such as {f'{below} or ' * (below > 0)}{below + unit}"
+        only = 6 if name == "num_frames" else 16
+        need(tiny or value % unit == rest, name, fits)
+        need(not tiny or value == only, name, f"the tiny model makes 6 frames of 16 x 16 pixels: {only}")
+    need(bool(config.lora_targets.strip(", ")), "lora_targets", "name at least one module, such as to_q,to_v")
+    plain = not re.search(r"[/\\]|^\.*$", config.run_name)
+    need(plain, "run_name", "give a plain folder name; its parent is --output_dir")
     parse_reward(config.reward)
-    load_prompts(config.prompts, "prompts", config)
-    load_prompts(config.eval_prompts, "eval_prompts", config)
-    if not config.dry_run and re.search(r"[/\\]|^\.*$", config.run_name):
-        raise UserError(f"--run_name {config.run_name}: give a plain folder name; its parent is --output_dir")
+    load_prompts(config, "prompts")
+    load_prompts(config, "eval_prompts")
     folder = Path(config.output_dir) / config.run_name
-    if not config.dry_run and not config.resume and folder.exists() and any(folder.iterdir()):
-        raise UserError(
-            f"--run_name {config.run_name}: {folder} already holds a run; --resume continues it, or choose another name"
-        )
+    free = config.resume or config.dry_run or not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    need(free, "run_name", f"{folder} already holds a run; continue it with --resume or take another name")
 
 
 def parse_reward(text: str) -> list[tuple[str, str, float]]:
-    """Split a `--reward` text into (kind, argument, weight) parts. Raises UserError for what does not exist."""
+    """Split a --reward text into parts (kind, argument, weight). Raises UserError for one that cannot be."""
     if text.startswith(("http://", "https://")):
         return [("http", text, 1.0)]
     parts = []
     for part in text.split(","):
-        file = re.fullmatch(r"(.+\.py):(\w+)(?::([-+.\deE]+))?", part.strip())
-        named = re.fullmatch(r"(\w+)(?:@([^:]+))?(?::([-+.\deE]+))?", part.strip())
-        match = file or named
-        try:
-            weight = float(match[3] or 1) if match else math.nan
-        except ValueError:
-            weight = math.nan
-        if not match or not math.isfinite(weight):
-            raise UserError(
-                f"--reward {part}: give name[:weight], name@model[:weight], file.py:function or http://host:port"
-            )
+        file = re.fullmatch(r"(.+\.py):([A-Za-z_]\w*)(?::(-?\d*\.?\d+))?", part.strip())
+        match = file or re.fullmatch(r"(\w+)(?:@([^:]+))?(?::(-?\d*\.?\d+))?", part.strip())
+        if not match or (not file and match[1] not in REWARDS):
+            near = nearest(match[1] if match else part, REWARDS)
+            accepted = f"{', '.join(REWARDS)}{near} with :weight, file.py:function or http://host:port"
+            raise UserError(f"--reward {part}: choose of {accepted}")
         if file:
-            try:
-                tree = ast.parse(Path(file[1]).read_text())
-            except (OSError, SyntaxError, UnicodeDecodeError) as error:
-                raise UserError(f"--reward {part}: cannot read {file[1]}: {error}") from None
-            names = [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
-            if file[2] not in names:
-                raise UserError(f"--reward {part}: {file[1]} has no function {file[2]}{nearest(file[2], names)}")
-            parts.append(("file", f"{file[1]}:{file[2]}", weight))
-        elif named[1] in REWARDS:
-            parts.append((named[1], named[2] or "", weight))
-        else:
-            raise UserError(
-                f"--reward {part}: choose of {', '.join(REWARDS)}{nearest(named[1], REWARDS)}, file.py:function or http://host:port"
-            )
+            source = Path(file[1]).read_text(errors="replace") if Path(file[1]).is_file() else ""
+            if not re.search(rf"^(def|class) {file[2]}\b", source, re.M):
+                raise UserError(f"--reward {part}: there is no function {file[2]} in a file {file[1]}")
+        kind, argument = ("file", f"{file[1]}:{file[2]}") if file else (match[1], match[2] or "")
+        parts.append((kind, argument, float(match[3] or 1)))
     return parts
 
 
-def load_prompts(file: str | None, flag: str, config: Config) -> list[dict]:
-    """Prompts as dicts with the key `prompt` and free metadata; from a file, or the built-in ones for None."""
+def load_prompts(config: Config, flag: str) -> list[dict]:
+    """The training (`prompts`) or held-out (`eval_prompts`) prompts, as dicts of `prompt` and free metadata."""
+    file, tiny = getattr(config, flag), config.model == "tiny"
     if file is None:
-        every = TINY_PROMPTS if config.model == "tiny" else WAN_PROMPTS
-        held_out = every[::4] if config.model == "tiny" else every[-4:]
+        every = TINY_PROMPTS if tiny else WAN_PROMPTS
+        held_out = [p for i, p in enumerate(every) if (i + i // 6) % 4 == 0]
         return [{"prompt": p} for p in every if (p in held_out) == (flag == "eval_prompts")]
     try:
         lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
@@ -360,112 +339,83 @@ def load_prompts(file: str | None, flag: str, config: Config) -> list[dict]:
         raise UserError(f"--{flag} {file}: cannot be read as UTF-8 text: {error}") from None
     prompts = []
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        item = {"prompt": line.strip()}
-        if file.endswith(".jsonl"):
-            try:
-                item = json.loads(line)
-                assert isinstance(item["prompt"], str)
-            except (ValueError, TypeError, KeyError, AssertionError):
-                raise UserError(f'--{flag} {file}: line {number} is not a JSON object with a text "prompt"') from None
-        prompts.append(item)
+        try:
+            item = json.loads(line) if file.endswith(".jsonl") and line.strip() else {"prompt": line.strip()}
+        except ValueError:
+            item = None
+        if not isinstance(item, dict) or not isinstance(item.get("prompt"), str):
+            raise UserError(f'--{flag} {file}: line {number} must be a JSON object with a text "prompt"')
+        if tiny and item["prompt"] not in ["", *TINY_PROMPTS]:
+            near = nearest(item["prompt"], TINY_PROMPTS)
+            raise UserError(f'--{flag} {file}: line {number} must be like "a red circle moving left" for tiny{near}')
+        prompts += [item] if item["prompt"].strip() else []
     if not prompts:
         raise UserError(f"--{flag} {file}: holds no prompt; give one a line")
-    for item in prompts if config.model == "tiny" else []:
-        if item["prompt"] not in TINY_PROMPTS:
-            near = nearest(item["prompt"], TINY_PROMPTS)
-            raise UserError(
-                f'--{flag} {file}: the tiny model knows prompts like "a red circle moving left", not "{item["prompt"]}"{near}'
-            )
     return prompts
 
 
-# The tiny model's whole language: 6 colours x 2 shapes x 4 directions. Every fourth prompt is held out for evaluation.
-COLORS = {
-    "red": (1, 0, 0), "green": (0, 1, 0), "blue": (0, 0, 1), "yellow": (1, 1, 0), "magenta": (1, 0, 1), "cyan": (0, 1, 1),
-}  # fmt: skip
-DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
-TINY_PROMPTS = [f"a {c} {s} moving {d}" for d in DIRECTIONS for s in ("circle", "square") for c in COLORS]
-WAN_PROMPTS = """\
-A golden retriever runs along a beach at sunset, spray flying from its paws, tracking shot.
-A barista pours steamed milk into a cup and draws a leaf, close-up, soft morning light.
-Waves break against a lighthouse in a storm, slow motion, dramatic sky.
-A red vintage car drives along a mountain road in autumn, aerial view.
-A girl in a yellow raincoat jumps into puddles on a city street at night, neon reflections.
-A potter shapes a clay bowl on a spinning wheel, hands in focus.
-A hummingbird hovers at a purple flower, macro shot, blurred background.
-Fireworks bloom over a river while people watch from a bridge.
-An astronaut walks across a field of tall grass towards a distant rocket.
-A chef tosses vegetables in a flaming wok in a busy kitchen.
-Snow falls on a quiet wooden cabin with a glowing window, evening.
-A black cat stretches on a windowsill while rain runs down the glass.
-A sailing boat crosses a turquoise bay, seen from above.
-A violinist plays on an empty stage under a single spotlight.
-A train winds through rice terraces at dawn, mist in the valleys.
-Paper lanterns rise into the night sky above a lake.
-A horse gallops through shallow water, backlit by the setting sun.
-A robot waters plants in a sunny greenhouse.
-Two children build a sandcastle while the tide comes in.
-A hot-air balloon drifts over canyons in the first light of day.""".splitlines()
-
-
 def parse_args(argv: list[str]) -> tuple[str, Config]:
-    """The job (train, serve or bench) and the filled Config of a command line. Exits with 2 on an error, 0 after help."""
-    job = argv[0] if argv[:1] in (["serve"], ["bench"]) else "train"
-    argv = argv[1:] if job != "train" else argv
-    source = inspect.getsource(Config)
+    """The job (train, serve, bench) and the filled Config of a command line. Exits with 2 on an error, 0 after help."""
+    job, argv = (argv[0], argv[1:]) if argv[:1] in (["serve"], ["bench"]) else ("train", argv)
+    usage = "flash_grpo.py [serve | bench] [--flag value ...]; a switch --x is turned off by --no_x"
     parser = argparse.ArgumentParser(
-        prog="flash_grpo.py", add_help=False, allow_abbrev=False, usage="accelerate launch flash_grpo.py [--flag value ...]",
-        description="Align a Wan video diffusion model with a reward. Also: flash_grpo.py serve | bench",
-    )  # fmt: skip
-    parser.error = lambda message: (_ for _ in ()).throw(UserError(message.removeprefix("argument ")))
-    types = {f.name: f.type for f in dataclasses.fields(Config)}
-    group = parser
-    for line in source.splitlines():
-        if topic := re.fullmatch(r"    # (.+)", line):
-            group = parser.add_argument_group(topic[1])
-        if field := re.match(r"    (\w+): .*?  # (.+)", line):
-            name, text = field[1], field[2].replace("%", "%%")
-            kind = next(t for t in (bool, int, float, str) if t in (types[name], *getattr(types[name], "__args__", ())))
-            if kind is bool:
-                group.add_argument(f"--{name}", action="store_true", default=argparse.SUPPRESS, help=text)
-                group.add_argument(
-                    f"--no_{name}", action="store_false", dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS
-                )
-            else:
-                group.add_argument(f"--{name}", type=kind, metavar=kind.__name__, default=argparse.SUPPRESS, help=text)
+        usage=usage, add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
+    )
+    groups, types = {}, {field.name: field.type for field in dataclasses.fields(Config)}
+    for name, (topic, text, accepted) in config_fields().items():
+        groups[topic] = group = groups.get(topic) or parser.add_argument_group(topic)
+        kind = next(t for t in (bool, int, float, str) if t in (types[name], *getattr(types[name], "__args__", ())))
+        if kind is bool:
+            group.add_argument(f"--{name}", action="store_true", help=text)
+            group.add_argument(f"--no_{name}", action="store_false", dest=name, help=argparse.SUPPRESS)
+        else:
+            group.add_argument(f"--{name}", type=kind, help=text, metavar=accepted or kind.__name__)
+
+    def error(message: str) -> None:
+        raise UserError(message.removeprefix("argument "))
+
+    parser.error = error
     try:
         given, unknown = parser.parse_known_args([a for a in argv if a not in ("-h", "--help")])
         if unknown:
-            flags = [option for action in parser._actions for option in action.option_strings]
-            raise UserError(f"{unknown[0]}: no such flag{nearest(unknown[0], flags)}; --help lists all")
+            near = nearest(unknown[0], list(parser._option_string_actions))
+            raise UserError(f"{unknown[0]}: no such flag{near}; --help lists all")
         config = fill(Config(**vars(given)))
         if "-h" in argv or "--help" in argv:
-            for action in parser._actions:
-                action.help = action.help and f"{action.help} [{getattr(config, action.dest)}]".replace("[]", "")
-            parser.epilog = f"Values in brackets are the defaults for --model {config.model} --method {config.method}."
+            for action in (action for action in parser._actions if action.help != argparse.SUPPRESS):
+                action.help = f"{action.help} [{getattr(config, action.dest)}]".replace("%", "%%")
+            parser.epilog = f"In brackets: the values for --model {config.model} --method {config.method}."
             parser.print_help()
             sys.exit(0)
-        if job == "train":
-            validate(config, int(os.environ.get("WORLD_SIZE", 1)))
-        else:
-            parse_reward(config.reward)
-        return job, config
-    except UserError as error:
-        print(f"flash_grpo.py: error: {error}", file=sys.stderr)
+        validate(replace(config, dry_run=config.dry_run or job != "train"), int(os.environ.get("WORLD_SIZE", "1")))
+    except UserError as problem:
+        print(f"flash_grpo.py: error: {problem}", file=sys.stderr)
         sys.exit(2)
+    return job, config
 
 
 # The arguments are read before the heavy imports, so that --help and a typing error answer at once.
-JOB, CONFIG = parse_args(sys.argv[1:]) if __name__ == "__main__" else ("import", None)
+JOB, CONFIG = parse_args(sys.argv[1:]) if __name__ == "__main__" else ("", None)
 
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-# ======================================================================================================================
-# The algorithm, 1: schedule and stochastic step
-# ======================================================================================================================
+if JOB != "serve":  # a reward server's environment may lack all of these
+    import torch.distributed.checkpoint as dcp
+    from accelerate import Accelerator, InitProcessGroupKwargs, init_empty_weights
+    from accelerate.utils import gather_object
+    from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
+    from einops import rearrange, repeat
+    from peft import LoraConfig, get_peft_model_state_dict
+    from safetensors import SafetensorError, safe_open
+    from safetensors.torch import load_file, save_file
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    from tqdm import tqdm
+
+# ==== The algorithm, 1: schedule and stochastic step ================================================================
 
 
 def make_sigmas(num_steps: int, shift: float) -> Tensor:
@@ -491,12 +441,12 @@ def sde_coefficients(
 
     For an SDE with the noise level s that keeps the marginals of the flow dx = v dt (dt = sigma' - sigma < 0):
         a = 1 + s^2 / (2 sigma) dt,   b = (1 + s^2 (1 - sigma) / (2 sigma)) dt,   std = s sqrt(-dt)
-    with s by kind: `wan` s = sigma_max sigma (Flash-GRPO's code: from sigma_max down to the last sigma, 0);
-    `flow` s = eta sqrt(sigma / (1 - sigma)), where 1 - sigma is kept at 1 - sigma_max or more (Flow-GRPO);
-    `dance` s = eta (DanceGRPO). `cps` (arXiv 2509.05952) is another rule, on x0 = x - sigma v and eps = x + (1 - sigma) v:
+    where `wan` has s = sigma_max sigma (Flash-GRPO's code: sigma_max falling to the last sigma, 0), `flow` has
+    s = eta sqrt(sigma / (1 - sigma)) (Flow-GRPO's code: in 1 - sigma, 1 counts as sigma_max), and `dance` s = eta.
+    `cps` (arXiv 2509.05952) is another rule, on x0 = x - sigma v and eps = x + (1 - sigma) v:
         x' = (1 - sigma') x0 + sigma' cos(eta pi / 2) eps + sigma' sin(eta pi / 2) z
 
-    Args: float64 tensors of one shape; 0 <= sigma' < sigma <= 1. Raises ValueError for another order or an unknown kind.
+    Args: float64 tensors of one shape; 0 <= sigma' < sigma <= 1. Raises ValueError for other ones or an unknown kind.
     """
     if not bool(((sigma > 0) & (sigma <= 1) & (sigma_next >= 0) & (sigma_next < sigma)).all()):
         raise ValueError("need 0 <= sigma_next < sigma <= 1")
@@ -508,11 +458,11 @@ def sde_coefficients(
     if kind == "wan":
         s = sigma_max * sigma
     elif kind == "flow":
-        s = eta * (sigma / (1 - torch.minimum(sigma, sigma_max))).sqrt()
+        s = eta * (sigma / (1 - torch.where(sigma == 1, sigma_max, sigma))).sqrt()
     elif kind == "dance":
         s = torch.full_like(sigma, eta)
     else:
-        raise ValueError(f"unknown SDE {kind!r}: choose one of {', '.join(CHOICES['sde'])}")
+        raise ValueError(f"unknown SDE {kind!r}: choose wan, flow, dance or cps")
     dt = sigma_next - sigma
     return 1 + s**2 / (2 * sigma) * dt, (1 + s**2 * (1 - sigma) / (2 * sigma)) * dt, s * (-dt).sqrt()
 
@@ -540,7 +490,7 @@ def sde_step(
 
 
 def gaussian_log_prob(x_next: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """log N(x'; mean, std^2), averaged (the field's convention, not summed) over all but the batch axis. Returns [B]."""
+    """log N(x'; mean, std^2), averaged (the field's convention) over all but the batch axis. Returns [B]."""
     log_prob = -((x_next - mean) ** 2) / (2 * std**2) - std.log() - math.log(2 * math.pi) / 2
     return log_prob.flatten(1).mean(1)
 
@@ -564,9 +514,7 @@ def dpm2_step(x: Tensor, x0: Tensor, x0_prev: Tensor | None, sigma_prev, sigma, 
     return ratio.to(x) * x + ((1 - sigma_next) - ratio * (1 - sigma)).to(x) * x0
 
 
-# ======================================================================================================================
-# The algorithm, 2: which steps are stochastic
-# ======================================================================================================================
+# ==== The algorithm, 2: which steps are stochastic ==================================================================
 
 
 def generator(*key: Any) -> torch.Generator:
@@ -575,15 +523,17 @@ def generator(*key: Any) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
+# fmt: off
 def draw_sde_mask(
-    num_prompts: int, group_size: int, num_steps: int, window: tuple[int, int], sde_steps: int = 1, grouping: str = "iso",
-    window_every: int = 0, update: int = 0, seed: int = 0,
-) -> Tensor:  # fmt: skip
-    """Which steps of which video are stochastic: bool [num_prompts * group_size, num_steps], the prompts one after another.
+    num_prompts: int, group_size: int, num_steps: int, window: tuple[int, int], sde_steps: int = 1,
+    grouping: str = "iso", window_every: int = 0, update: int = 0, seed: int = 0,
+) -> Tensor:
+    # fmt: on
+    """Which steps of which video are stochastic: bool [num_prompts * group_size, num_steps], prompt by prompt.
 
     sde_steps of the window's steps are drawn uniformly (0 = all): afresh for each prompt and update and shared by the
     prompt's videos (`iso`: iso-temporal grouping), or for each video (`random`). The window moves on by one step every
-    window_every updates until it touches the last step (MixGRPO). A pure function: every rank draws the same mask.
+    window_every updates until it meets the last step (MixGRPO). A pure function: every rank draws the same mask.
     """
     start, stop = window
     if window_every:
@@ -599,7 +549,7 @@ def draw_sde_mask(
 
 
 def draw_train_mask(sde_mask: Tensor, fraction: float, update: int = 0, seed: int = 0) -> Tensor:
-    """The stochastic steps that are trained: a random share of each video's (DanceGRPO: 0.6), the same number for all."""
+    """The stochastic steps that are trained: a random share (DanceGRPO: 0.6), equally many for all videos."""
     mask = torch.zeros_like(sde_mask)
     for i, row in enumerate(sde_mask):
         steps = row.nonzero()[:, 0]
@@ -609,39 +559,48 @@ def draw_train_mask(sde_mask: Tensor, fraction: float, update: int = 0, seed: in
     return mask
 
 
-# ======================================================================================================================
-# The algorithm, 3: advantages, weights, the loss
-# ======================================================================================================================
+def draw_masks(config: Config, update: int) -> tuple[Tensor, Tensor]:
+    """The stochastic and the trained steps of an update's whole global batch, each bool [B, N]."""
+    sizes = (config.prompts_per_update, config.group_size, config.num_steps, window_of(config))
+    drawn = (config.sde_steps, config.grouping, config.window_every)
+    sde_mask = draw_sde_mask(*sizes, *drawn, update, config.seed)
+    return sde_mask, draw_train_mask(sde_mask, config.train_fraction, update, config.seed)
+
+
+# ==== The algorithm, 3: advantages, weights, loss ===================================================================
 
 
 def group_advantages(rewards: Tensor, group_ids: Tensor, std: str = "global", clip: float = 5.0) -> Tensor:
-    """A = (r - mean of its group) / (std + 1e-4), clipped to +-clip. std over the whole batch (the paper) or the group.
+    """A = (r - mean of its group) / (std + 1e-4), clipped to +-clip; std over the batch (the paper) or the group.
 
-    Args: rewards [B]; group_ids integer [B] (a sample's position in the batch, never its prompt's text). Returns float32 [B].
-    A group of equal rewards gets exactly 0. Raises ValueError for shapes that differ, a non-finite reward, another `std`.
+    Args: rewards [B]; group_ids int [B] (a sample's position in the batch, not its prompt's text). Returns float32 [B],
+    exactly 0 for a group of equal rewards. Raises ValueError for other shapes, a non-finite reward or another `std`.
     """
     if rewards.shape != group_ids.shape or rewards.ndim != 1 or not bool(torch.isfinite(rewards).all()):
         raise ValueError("rewards and group_ids must be [B], and every reward finite")
     if std not in ("global", "group"):
         raise ValueError(f"std must be 'global' or 'group', got {std!r}")
-    if not len(rewards):
-        return torch.zeros(0)
     rewards = rewards.double()
     advantages = torch.zeros_like(rewards)
     for g in group_ids.unique():
-        rows = group_ids == g
-        group = rewards[rows]
-        if not bool(
-            (group == group[0]).all()
-        ):  # equal rewards: a mean rounded in the last bit must not become a signal
-            advantages[rows] = (group - group.mean()) / ((group if std == "group" else rewards).std() + 1e-4)
+        group = rewards[group_ids == g]
+        if bool((group != group[0]).any()):  # else a mean that rounds in its last bit would become a signal
+            scale = group.std() if std == "group" else rewards.std()
+            advantages[group_ids == g] = (group - group.mean()) / (scale + 1e-4)
     return advantages.clamp(-clip, clip).float()
+
+
+def grad_scales(config: Config) -> Tensor:
+    """lambda of every step of the Config's schedule, float64 [N], computed for any schedule (inf where std is 0)."""
+    sigmas = make_sigmas(config.num_steps, config.flow_shift)
+    _, b, std = sde_coefficients(sigmas[:-1], sigmas[1:], sigmas[1].expand(config.num_steps), config.sde, config.eta)
+    return b.abs() / std
 
 
 def rectification_weights(grad_scale: Tensor) -> Tensor:
     """w = (1 / lambda) / mean(1 / lambda): equal pull for every timestep, mean weight 1 over the whole global batch.
 
-    Args: grad_scale lambda of every trained transition of the update, of all ranks and micro-batches. Returns float32 [B].
+    Args: grad_scale [B], lambda of every trained transition of the update, on all processes. Returns float32 [B].
     """
     inverse = 1 / grad_scale.double().flatten()
     return (inverse / inverse.mean()).float()
@@ -659,37 +618,37 @@ def grpo_loss(
     loss = -(weights * torch.minimum(advantages * ratio, advantages * clipped)).mean()
     deviation = (ratio - 1).detach().abs()
     return loss, {"ratio_dev_max": deviation.max(), "clip_fraction": (deviation > clip_range).float().mean()}
-
-
-# ======================================================================================================================
-# The Wan policy
-# ======================================================================================================================
+# ==== The Wan policy ==================================================================================================
 
 CACHE = Path(os.environ.get("FLASH_GRPO_CACHE", Path.home() / ".cache" / "flash_grpo"))
 
-# True sizes of the presets, for --weights random and --dry_run: the transformer's config beside Wan's defaults.
-WAN_14B = dict(num_attention_heads=40, attention_head_dim=128, ffn_dim=13824, num_layers=40)
+# fmt: off
+# True sizes of the presets, for --weights random and the cost: what differs from the classes' defaults.
+WAN_14B = {"num_attention_heads": 40, "attention_head_dim": 128, "ffn_dim": 13824, "num_layers": 40}
 ARCHITECTURES: dict[str, dict] = {
-    "tiny": dict(
-        patch_size=(2, 4, 4), num_attention_heads=4, attention_head_dim=32, in_channels=3, out_channels=3, text_dim=32,
-        freq_dim=64, ffn_dim=512, num_layers=3, rope_max_seq_len=32,
-    ),
-    "wan1.3b": dict(num_attention_heads=12, attention_head_dim=128, ffn_dim=8960, num_layers=30),
+    "tiny": {
+        "patch_size": (2, 4, 4), "num_attention_heads": 4, "attention_head_dim": 32, "in_channels": 3, "out_channels": 3,
+        "text_dim": 32, "freq_dim": 64, "ffn_dim": 512, "num_layers": 3, "rope_max_seq_len": 32,
+    },
+    "wan1.3b": WAN_14B | {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30},
     "wan14b": WAN_14B,
-    "wan2.2-5b": dict(
-        num_attention_heads=24, attention_head_dim=128, ffn_dim=14336, num_layers=30, in_channels=48, out_channels=48
-    ),
+    "wan2.2-5b": WAN_14B | {
+        "num_attention_heads": 24, "ffn_dim": 14336, "num_layers": 30, "in_channels": 48, "out_channels": 48,
+    },
     "wan2.2-a14b": WAN_14B,
-}  # fmt: skip
-VAE_5B = dict(
-    base_dim=160, decoder_base_dim=256, z_dim=48, is_residual=True, in_channels=12, out_channels=12, patch_size=2,
-    scale_factor_spatial=16, latents_mean=[0.0] * 48, latents_std=[1.0] * 48,
-)  # fmt: skip
+}
+VAE_5B = {
+    "base_dim": 160, "decoder_base_dim": 256, "z_dim": 48, "is_residual": True, "in_channels": 12, "out_channels": 12,
+    "patch_size": 2, "scale_factor_spatial": 16, "latents_mean": [0.0] * 48, "latents_std": [1.0] * 48,
+}
+# fmt: on
 
 
 def resolve_folder(config: Config) -> Path | None:
-    """The local folder of the model's diffusers pipeline, downloaded (safetensors only) or made first; None for random."""
+    """The local folder of the model's diffusers pipeline, made or downloaded first; None for random weights."""
     if config.weights == "random":
+        if config.model not in ARCHITECTURES:
+            raise UserError(f"--weights random: needs a preset, one of {', '.join(ARCHITECTURES)}, not {config.model}")
         return None
     if config.model == "tiny":
         return pretrained_tiny()
@@ -706,101 +665,88 @@ def resolve_folder(config: Config) -> Path | None:
 
 def local_slice(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
     """This process's part of a possibly sharded parameter, and where it lies in the whole."""
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
     if not isinstance(parameter, DTensor):
         return parameter, tuple(slice(0, n) for n in parameter.shape)
     shape, start = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return parameter.to_local(), tuple(slice(s, s + n) for s, n in zip(start, shape))
+    return parameter.to_local(), tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))
+
+
+def global_max(value: int, policy: "WanPolicy") -> int:
+    """The largest value over the processes of a sharded model, which must all call it."""
+    if policy.mesh is None:
+        return value
+    largest = torch.tensor(value, device=policy.device)
+    torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
+    return int(largest)
 
 
 class WanPolicy:
-    """The policy: one Wan transformer (or Wan 2.2's two experts), its guidance, prompts and decoder.
+    """The policy: one Wan transformer (or Wan 2.2's two experts) with its guidance, prompts and decoder.
 
-    Attributes: experts (list of WanTransformer3DModel, the high-noise one first), trained ({name: parameter}),
-    latent_shape (C, T, H, W), nfe (transformer evaluations of this process so far).
+    Attributes: experts (WanTransformer3DModel, the high-noise one first), trained ({name: parameter}), vae (None for the
+    tiny model), latent_shape (C, T, H, W), nfe (transformer evaluations of this process so far), seconds (in them).
+    Raises UserError for a folder that is no Wan pipeline, a size that its patches do not divide, an unknown LoRA target.
     """
 
     def __init__(self, config: Config, device: torch.device, mesh=None):
-        from diffusers import AutoencoderKLWan
-
-        self.config, self.device, self.mesh = config, device, mesh
-        self.folder = resolve_folder(config)
+        self.config, self.device, self.mesh, self.nfe, self.seconds = config, device, mesh, 0, 0.0
+        self.folder, tiny, is_5b = resolve_folder(config), config.model == "tiny", config.model == "wan2.2-5b"
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bf16")
-        self.nfe, self.seconds = 0, 0.0
-        index = self._json("model_index.json")
-        two_experts = config.model == "wan2.2-a14b" if self.folder is None else index.get("transformer_2", [None])[0]
-        is_5b = config.model == "wan2.2-5b"
-        self.boundary = (index.get("boundary_ratio") or 0.875) if two_experts else None
-        self.expand_timesteps = index.get("expand_timesteps", is_5b)
-        self.experts = [self._load_transformer("transformer")]
-        if two_experts:
-            self.experts.append(self._load_transformer("transformer_2"))
-        self.trained = {
-            f"transformer{'_2' * i}.{name}": parameter
-            for i, expert in enumerate(self.experts)
-            for name, parameter in expert.named_parameters()
-            if parameter.requires_grad
-        }
-        self.vae = None
-        if config.model != "tiny":
-            if self.folder is None:
-                self.vae = AutoencoderKLWan(**(VAE_5B if is_5b else {}))
-            else:
+        index = {"transformer_2": [config.model == "wan2.2-a14b"], "expand_timesteps": is_5b}
+        if self.folder and not tiny:
+            if not (self.folder / "model_index.json").exists():
+                raise UserError(f"--model {config.model}: {self.folder} has no model_index.json, so it is no pipeline")
+            index = json.loads((self.folder / "model_index.json").read_text())
+        self.parts = ["transformer", *["transformer_2"] * bool(index.get("transformer_2", [None])[0])]
+        self.boundary = (index.get("boundary_ratio") or 0.875) if len(self.parts) == 2 else None
+        self.expand_timesteps = index.get("expand_timesteps", False)
+        self.experts = [self._load_transformer(part) for part in self.parts]
+        self.trained = {}
+        for part, expert in zip(self.parts, self.experts, strict=True):
+            self.trained |= {f"{part}.{name}": p for name, p in expert.named_parameters() if p.requires_grad}
+        self.vae, space, frames, self.text_length = None, 1, 1, 5
+        if not tiny:
+            if self.folder:
                 self.vae = AutoencoderKLWan.from_pretrained(self.folder, subfolder="vae", use_safetensors=True)
+            else:
+                self.vae = AutoencoderKLWan(**(VAE_5B if is_5b else {}))
             self.vae.to(device, torch.float32).eval().requires_grad_(False)
+            space, frames = self.vae.config.scale_factor_spatial, self.vae.config.scale_factor_temporal
+            self.text_length = 512
         arch = self.experts[0].config
-        space, frames = (
-            (self.vae.config.scale_factor_spatial, self.vae.config.scale_factor_temporal) if self.vae else (1, 1)
-        )
-        for name, value, unit in [
-            ("height", config.height, space * arch.patch_size[1]), ("width", config.width, space * arch.patch_size[2]),
-        ]:  # fmt: skip
+        for name, unit in zip(("height", "width"), (space * patch for patch in arch.patch_size[1:]), strict=True):
+            value = getattr(config, name)
             if value % unit:
-                raise UserError(
-                    f"--{name} {value}: must be a multiple of {unit} for this model, for example {value // unit * unit + unit}"
-                )
-        self.latent_shape = (
-            arch.in_channels, (config.num_frames - 1) // frames + 1, config.height // space, config.width // space
-        )  # fmt: skip
-        self.text_length = 512 if config.model != "tiny" else 5
-        self.embeddings: dict[str, Tensor] = {}
+                near = value // unit * unit + unit
+                raise UserError(f"--{name} {value}: must be a multiple of {unit} for this model, such as {near}")
+        size = ((config.num_frames - 1) // frames + 1, config.height // space, config.width // space)
+        self.latent_shape, self.embeddings = (arch.in_channels, *size), {}
 
-    def _json(self, name: str) -> dict:
-        file = self.folder / name if self.folder else None
-        return json.loads(file.read_text()) if file and file.exists() else {}
+    # ---- weights -----------------------------------------------------------------------------------------------------
 
-    # --- weights ------------------------------------------------------------------------------------------------------
-
-    def _load_transformer(self, subfolder: str):
-        """Build on the meta device, add the adapter, shard, and only then fill each process's own slice from the files."""
-        from accelerate import init_empty_weights
-        from diffusers import WanTransformer3DModel
-        from peft import LoraConfig
-
-        config, cls = self.config, WanTransformer3DModel
-        arch = self._json(f"{subfolder}/config.json") or ARCHITECTURES.get(config.model, {})
-        if self.folder and not (self.folder / subfolder / "config.json").exists():
-            raise UserError(
-                f"--model {config.model}: {self.folder} has no {subfolder}/config.json, so is no Wan pipeline"
-            )
-        with init_empty_weights():  # parameters on meta; the rotary table, a buffer, stays real
-            model = cls.from_config(arch).eval().requires_grad_(config.full)
+    def _load_transformer(self, part: str):
+        """Build on the meta device, add the adapter, shard, and only then let each process fill its own slices."""
+        config, low = self.config, torch.bfloat16 if self.config.dtype == "bf16" else torch.float32
+        arch = ARCHITECTURES.get(config.model)
+        if self.folder:
+            file = self.folder / part / "config.json"
+            if not file.exists():
+                raise UserError(f"--model {config.model}: {file} is missing, so it is no Wan pipeline")
+            arch = json.loads(file.read_text())
+        with init_empty_weights():  # parameters on meta; the rotary tables are buffers and stay real
+            model = WanTransformer3DModel.from_config(arch).eval().requires_grad_(config.full)
             if not config.full:
-                targets = [t.strip() for t in config.lora_targets.split(",") if t.strip()]
+                targets = [target.strip() for target in config.lora_targets.split(",") if target.strip()]
                 names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
                 for target in targets:
-                    if not any(name == target or name.endswith("." + target) for name in names):
-                        endings = sorted({re.sub(r"^blocks\.\d+\.", "", name) for name in names})
-                        raise UserError(f"--lora_targets {target}: matches nothing; the model has {', '.join(endings)}")
-                lora = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=targets)
-                model.add_adapter(lora)
-        keep = cls._keep_in_fp32_modules
-        for name, parameter in model.named_parameters():
-            low = config.dtype == "bf16" and not parameter.requires_grad and not any(k in name.split(".") for k in keep)
-            parameter.data = parameter.data.to(torch.bfloat16 if low else torch.float32)
-        # The sinusoids of t must not pass through bf16 (1000 and 1001 are one number there): no autocast for their layers.
+                    if not any(f".{name}".endswith(f".{target}") for name in names):
+                        exist = ", ".join(sorted({re.sub(r"^blocks\.\d+\.", "", name) for name in names}))
+                        raise UserError(f"--lora_targets {target}: matches nothing; there are {exist}")
+                model.add_adapter(LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=targets))
+        for name, p in model.named_parameters():
+            precise = p.requires_grad or any(key in name.split(".") for key in model._keep_in_fp32_modules)
+            p.data = p.data.to(torch.float32 if precise else low)
+        # bf16 cannot tell t = 999 from 1000, so autocast must not reach the layers that embed it.
         embedder = model.condition_embedder.time_embedder
         embedder.forward = torch.autocast(self.device.type, enabled=False)(embedder.forward)
         if config.gradient_checkpointing:
@@ -808,153 +754,119 @@ class WanPolicy:
         if config.compile:
             model.compile_repeated_blocks()
         if self.mesh is not None:
-            from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-            # cast_forward_inputs would round t to bf16; autocast does the casting. Full training gathers in bf16.
-            low = torch.bfloat16 if config.full and config.dtype == "bf16" else None
-            plain = MixedPrecisionPolicy(cast_forward_inputs=False)
+            # Not cast_forward_inputs: it would round t to bf16. Blocks that are trained whole are gathered in bf16.
+            gathered = MixedPrecisionPolicy(low if config.full else None, torch.float32, cast_forward_inputs=False)
             for block in model.blocks:
-                policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False)
-                fully_shard(block, mesh=self.mesh, mp_policy=policy)
-            fully_shard(model, mesh=self.mesh, mp_policy=plain)
+                fully_shard(block, mesh=self.mesh, mp_policy=gathered)
+            fully_shard(model, mesh=self.mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         model.to_empty(device=self.device)
         for name, buffer in buffers.items():
             model.get_buffer(name).copy_(buffer)
-        self._fill(model, subfolder)
+        self._fill(model, part)
         return model
 
     @torch.no_grad()
-    def _fill(self, model, subfolder: str) -> None:
-        """Read each parameter's local slice from safetensors (or draw it); adapters start as A ~ Kaiming, B = 0."""
-        from safetensors import safe_open
-
-        files = sorted((self.folder / subfolder).glob("*.safetensors")) if self.folder else []
-        handles = [safe_open(file, framework="pt") for file in files]
-        where = {key: handle for handle in handles for key in handle.keys()}
-        for name, parameter in model.named_parameters():
-            local, index = local_slice(parameter)
-            key = name.replace(".base_layer.", ".")
-            if "lora_A" in name:
-                bound = 1 / math.sqrt(parameter.shape[1])
-                whole = torch.rand(parameter.shape, generator=generator(self.config.seed, "lora", subfolder, name))
-                local.copy_((bound * (2 * whole - 1))[index])
-            elif "lora_B" in name:
+    def _fill(self, model, part: str) -> None:
+        """Read this process's slice of each parameter from safetensors (or draw it); adapters start as A random, B = 0."""
+        files = sorted((self.folder / part).glob("*.safetensors")) if self.folder else []
+        where = {key: file for file in (safe_open(f, "pt") for f in files) for key in file.keys()}  # noqa: SIM118
+        for name, p in model.named_parameters():
+            (local, index), key = local_slice(p), name.replace(".base_layer.", ".")
+            if "lora_A" in name:  # peft's initialization, Kaiming uniform, but the same for any number of processes
+                whole = torch.rand(p.shape, generator=generator(self.config.seed, "lora", part, name))
+                local.copy_(((2 * whole - 1) / math.sqrt(p.shape[1]))[index])
+            elif "lora_B" in name or not local.numel():
                 local.zero_()
-            elif self.folder is None:
-                torch.manual_seed(generator(subfolder, name, index[0].start).initial_seed())
-                if parameter.ndim > 1:
-                    local.normal_(0, 1 / math.sqrt(parameter[0].numel()))
-                else:
-                    local.fill_(float("norm" in name and name.endswith("weight")))
             elif key in where:
-                local.copy_(where[key].get_slice(key)[index] if local.numel() else local)
+                local.copy_(where[key].get_slice(key)[index])
+            elif self.folder:
+                raise UserError(f"--model {self.config.model}: {self.folder / part} has no weight {key} in safetensors")
+            elif p.ndim > 1:
+                torch.manual_seed(generator(part, name, index[0].start).initial_seed())
+                local.normal_(0, 1 / math.sqrt(p[0].numel()))
             else:
-                raise UserError(
-                    f"--model {self.config.model}: {self.folder / subfolder} holds no weight {key} as safetensors"
-                )
+                local.fill_(float("norm" in name and name.endswith("weight")))
 
-    # --- prompts ------------------------------------------------------------------------------------------------------
+    # ---- prompts -----------------------------------------------------------------------------------------------------
 
     def encode(self, prompts: list[str], is_writer: bool = True, wait: Callable[[], None] = lambda: None) -> None:
-        """Fill self.embeddings ({prompt: [L, D]}, CPU) from the disk cache; the writer encodes what is missing there.
+        """Fill self.embeddings ({prompt: float32 [L, D] on the CPU}) through the disk cache, then free the encoder.
 
-        `wait` is a barrier: the other processes read what the writer has stored. Wan's encoder is WanPipeline's own.
+        The writer encodes what the cache lacks, by WanPipeline.encode_prompt; `wait` is a barrier, behind which all read.
+        Raises UserError if the text encoder embeds all prompts alike.
         """
         prompts = sorted({*prompts, self.config.negative_prompt})
-        if self.config.model == "tiny":
-            self.embeddings = {prompt: tiny_embedding(prompt) for prompt in prompts}
+        if self.config.model == "tiny" or not self.folder:
+            random = lambda text: torch.randn(64, self.experts[0].config.text_dim, generator=generator(text))  # noqa: E731
+            self.embeddings = {p: tiny_embedding(p) if self.config.model == "tiny" else random(p) for p in prompts}
             return
-        if self.folder is None:
-            shape = (64, self.experts[0].config.text_dim)
-            self.embeddings = {prompt: torch.randn(shape, generator=generator("text", prompt)) for prompt in prompts}
-            return
-        from safetensors.torch import load_file, save_file
-
-        files = sorted((self.folder / "text_encoder").glob("*"))
-        made_by = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files] + [str(self.folder.resolve())]
         probes = ["a red circle", "two dogs run through the rain at night"]
-        paths = {}
-        for prompt in [*prompts, *probes]:
-            digest = hashlib.blake2b(repr((made_by, prompt)).encode(), digest_size=16).hexdigest()
-            paths[prompt] = CACHE / "prompts" / f"{digest}.safetensors"
-        missing = [prompt for prompt, path in paths.items() if not path.exists()]
+        dtype = torch.bfloat16 if self.config.dtype == "bf16" else torch.float32
+        encoder_files = sorted((self.folder / "text_encoder").resolve().glob("*"))
+        made_by = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in encoder_files]
+        key = {p: f"{generator(made_by, dtype, p).initial_seed():016x}" for p in {*prompts, *probes}}
+        path = {p: CACHE / "prompts" / f"{key[p]}.safetensors" for p in key}
+        missing = [p for p in path if not path[p].exists()]
         if missing and is_writer:
-            from diffusers import WanPipeline
-
-            dtype = torch.bfloat16 if self.config.dtype == "bf16" else torch.float32
-            pipe = WanPipeline.from_pretrained(
-                self.folder, transformer=None, transformer_2=None, vae=None, torch_dtype=dtype, use_safetensors=True
-            )  # fmt: skip
-            pipe.set_progress_bar_config(disable=True)
-            encoder = pipe.text_encoder.to(self.device)
+            none = {"transformer": None, "transformer_2": None, "vae": None}
+            pipe = WanPipeline.from_pretrained(self.folder, torch_dtype=dtype, use_safetensors=True, **none)
+            pipe.text_encoder.to(self.device)
             (CACHE / "prompts").mkdir(parents=True, exist_ok=True)
             for prompt in missing:
                 with torch.no_grad():
-                    rows = pipe.encode_prompt(
-                        prompt, do_classifier_free_guidance=False, max_sequence_length=512, device=self.device
-                    )[0][0]
-                used = int(rows.ne(0).any(1).nonzero().max()) + 1  # stored without the zeros behind the prompt's end
-                partial = paths[prompt].with_suffix(f".{os.getpid()}.tmp")
+                    rows = pipe.encode_prompt(prompt, None, False, max_sequence_length=512, device=self.device)[0][0]
+                used = int(rows.ne(0).any(1).nonzero().max()) + 1  # without the zeros behind the prompt's end
+                partial = CACHE / "prompts" / f".{os.getpid()}.tmp"
                 save_file({"embedding": rows[:used].cpu().contiguous()}, partial)
-                partial.rename(paths[prompt])
-            del pipe, encoder
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+                partial.rename(path[prompt])
+            del pipe
+            torch.cuda.empty_cache()
         wait()
-        for prompt, path in paths.items():
-            self.embeddings[prompt] = load_file(path)["embedding"].float()
-        a, b = (self.embeddings.pop(probe) if probe not in prompts else self.embeddings[probe] for probe in probes)
-        a, b = a.mean(0), b.mean(0)
+        loaded = {p: load_file(path[p])["embedding"].float() for p in path}
+        a, b = (loaded[probe].mean(0) for probe in probes)
         if not float((a - b).norm()) > 1e-3 * float(a.norm()):
-            raise UserError(
-                f"--model {self.config.model}: its text encoder gives every prompt the same embedding; are its tied weights missing?"
-            )
+            reason = "its text encoder embeds all prompts alike; are its tied weights missing?"
+            raise UserError(f"--model {self.config.model}: {reason}")
+        self.embeddings = {p: loaded[p] for p in prompts}
 
     def _text(self, prompts: list[str]) -> Tensor:
-        rows = [self.embeddings[p] for p in prompts]
-        padded = [torch.nn.functional.pad(r, (0, 0, 0, self.text_length - len(r))) for r in rows]
+        rows = [self.embeddings[prompt] for prompt in prompts]
+        padded = [torch.nn.functional.pad(row, (0, 0, 0, self.text_length - len(row))) for row in rows]
         return torch.stack(padded).to(self.device)
 
-    # --- velocity -----------------------------------------------------------------------------------------------------
+    # ---- velocity and video ------------------------------------------------------------------------------------------
 
     def velocity(self, x: Tensor, sigma: Tensor, prompts: list[str]) -> Tensor:
-        """The guided velocity v(x, sigma, prompt), the same function in rollout and in training.
+        """The guided velocity v(x, sigma, prompt): one function for rollout and training, so that rho starts at 1.
 
         Args: x float32 [B, C, T, H, W]; sigma float64 [B] on the CPU; prompts [B]. Returns float32, like x.
-        Counts self.nfe: one per sample and forward, two with guidance, two more for a backward, one for its recomputation.
-        On sharded experts every process must call this equally often; B may be 0 (its experts then run on zeros).
+        Counts self.nfe: one per sample and forward, two with guidance; two more for a backward, one for its recomputation.
+        On a sharded model all processes must call it equally often; B may be 0, and an idle expert runs on zeros.
         """
         started = time.perf_counter()
-        high = torch.full((len(x),), True) if self.boundary is None else sigma >= self.boundary
-        out = torch.zeros_like(x)
+        high = torch.ones(len(x), dtype=torch.bool) if self.boundary is None else sigma >= self.boundary
+        v = torch.zeros_like(x)
         for i, expert in enumerate(self.experts):
             rows = (high if i == 0 else ~high).nonzero()[:, 0]
-            needed = global_max(len(rows), self.device) if self.mesh is not None else len(rows)
+            scale = (self.config.guidance_scale, self.config.guidance_scale_2)[i]
+            needed = self.mesh is not None and (self.boundary is None or global_max(len(rows), self))
             if len(rows):
-                scale = (self.config.guidance_scale, self.config.guidance_scale_2)[i]
-                everyone = len(rows) == len(x)
-                part = x if everyone else x[rows.to(x.device)]
-                v = self._guided(expert, part, sigma[rows], [prompts[r] for r in rows], scale)
-                out = v if everyone else out.index_put((rows.to(x.device),), v)
-                cost = (1 if scale == 1 else 2) * (
-                    1 + torch.is_grad_enabled() * (2 + bool(self.config.gradient_checkpointing))
-                )
-                self.nfe += len(rows) * cost
-            elif needed:  # another process needs this expert: take part in its collectives, and in their gradients
+                part = self._guided(expert, x[rows], sigma[rows], [prompts[r] for r in rows], scale)
+                v = part if len(rows) == len(x) else v.index_put((rows.to(x.device),), part)
+                backward = torch.is_grad_enabled() * (2 + bool(self.config.gradient_checkpointing))
+                self.nfe += len(rows) * (1 if scale == 1 else 2) * (1 + backward)
+            elif needed:  # another process runs this expert, whose weights and gradients all must help to gather
                 blank = x.new_zeros(1, *self.latent_shape)
-                v = self._guided(
-                    expert, blank, torch.ones(1), [self.config.negative_prompt], self.config.guidance_scale
-                )
-                out = out + 0 * v.sum()
+                v = v + 0 * self._guided(expert, blank, torch.ones(1), [self.config.negative_prompt], scale).sum()
         self.seconds += time.perf_counter() - started
-        return out
+        return v
 
     def _guided(self, expert, x: Tensor, sigma: Tensor, prompts: list[str], scale: float) -> Tensor:
         t = (1000 * sigma).float().to(x.device)
         if self.expand_timesteps:  # TI2V-5B takes one timestep per token
-            patch = expert.config.patch_size
-            t = t[:, None].expand(-1, x.shape[2] // patch[0] * (x.shape[3] // patch[1]) * (x.shape[4] // patch[2]))
+            tokens = math.prod(n // p for n, p in zip(x.shape[2:], expert.config.patch_size, strict=True))
+            t = repeat(t, "b -> b tokens", tokens=tokens)
         text = self._text(prompts)
         with self.autocast:
             if scale == 1:
@@ -964,24 +876,21 @@ class WanPolicy:
                 both = expert(torch.cat([x, x]), torch.cat([t, t]), torch.cat([text, no_text]), return_dict=False)[0]
                 cond, uncond = both.float().chunk(2)
             else:
-                cond = expert(x, t, text, return_dict=False)[0].float()
-                uncond = expert(x, t, no_text, return_dict=False)[0].float()
+                cond, uncond = (expert(x, t, c, return_dict=False)[0].float() for c in (text, no_text))
         return uncond + scale * (cond - uncond)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Latents [B, C, T, H, W] to video uint8 [B, T', H', W', 3] on the CPU. The tiny model's latents are its pixels."""
+        """Latents [B, C, T, H, W] to videos uint8 [B, T', H', W', 3] on the CPU; the tiny model's latents are pixels."""
         videos = []
         for latent in latents:
             video = latent[None]
             if self.vae is not None:
-                mean, std = (
-                    torch.tensor(c).to(latent).view(1, -1, 1, 1, 1)
-                    for c in (self.vae.config.latents_mean, self.vae.config.latents_std)
-                )
+                stats = (self.vae.config.latents_mean, self.vae.config.latents_std)
+                mean, std = (torch.tensor(values).to(video).view(1, -1, 1, 1, 1) for values in stats)
                 video = self.vae.decode(video * std + mean, return_dict=False)[0]
-            video = (video[0].float() / 2 + 0.5).clamp(0, 1).permute(1, 2, 3, 0)
-            videos.append((video * 255).round().to(torch.uint8).cpu())
+            pixels = rearrange(video[0].float() / 2 + 0.5, "c t h w -> t h w c").clamp(0, 1)
+            videos.append((pixels * 255).round().to(torch.uint8).cpu())
         return torch.stack(videos)
 
     @contextmanager
@@ -989,16 +898,12 @@ class WanPolicy:
         """Inside, the experts run without their adapters: the model before training."""
         for expert in self.experts:
             expert.disable_adapters()
-        try:
-            yield
-        finally:
-            for expert in self.experts:
-                expert.enable_adapters()
+        yield
+        for expert in self.experts:
+            expert.enable_adapters()
 
 
-# ======================================================================================================================
-# The tiny world: captioned videos of moving shapes, and a small Wan that draws them
-# ======================================================================================================================
+# ==== The tiny world: captioned videos of moving shapes, and a small Wan that draws them ==============================
 
 
 def tiny_videos(prompts: list[str], rng: torch.Generator) -> Tensor:
@@ -1007,59 +912,49 @@ def tiny_videos(prompts: list[str], rng: torch.Generator) -> Tensor:
     color = torch.tensor([COLORS[w[1]] for w in words], dtype=torch.float32)
     is_circle = torch.tensor([w[2] == "circle" for w in words])[:, None, None, None]
     direction = torch.tensor([DIRECTIONS[w[4]] for w in words], dtype=torch.float32)
-    frame = torch.arange(6) - 2.5
-    room = 3 - 2.5 * direction.abs()  # how far the centre of the path may lie from the centre of the frame
-    centre = 8 + (2 * torch.rand(len(words), 2, generator=rng) - 1) * room
-    path = centre[:, None] + direction[:, None] * frame[None, :, None]
-    grid = torch.arange(16) + 0.5
-    dx = grid[None, None, None, :] - path[:, :, 0, None, None]
-    dy = grid[None, None, :, None] - path[:, :, 1, None, None]
+    room = 3 - 2.5 * direction.abs()  # how far the middle of the path may lie from the middle of the frame
+    middle = 8 + (2 * torch.rand(len(words), 2, generator=rng) - 1) * room
+    path = middle[:, None] + direction[:, None] * (torch.arange(6) - 2.5)[None, :, None]
+    pixel = torch.arange(16) + 0.5
+    dx = pixel[None, None, None, :] - path[:, :, 0, None, None]
+    dy = pixel[None, None, :, None] - path[:, :, 1, None, None]
     outside = torch.where(is_circle, (dx**2 + dy**2).sqrt() - 3.2, torch.maximum(dx.abs(), dy.abs()) - 2.85)
     return (0.5 - outside).clamp(0, 1)[:, None] * color[:, :, None, None, None] * 2 - 1
 
 
 def tiny_embedding(prompt: str) -> Tensor:
-    """The tiny model's text encoder: a fixed random vector per word, [words, 32]."""
+    """The tiny model's text encoder: a fixed random vector per word, float32 [words, 32]."""
     words = [torch.randn(32, generator=generator("word", word)) for word in prompt.split()]
     return torch.stack(words) if words else torch.zeros(0, 32)
 
 
 def pretrained_tiny(num_updates: int = 1000, batch: int = 16) -> Path:
-    """The folder of the pretrained tiny Wan: made by flow matching on tiny_videos at first use (a minute), then cached.
+    """The folder of the tiny Wan: pretrained by flow matching on tiny_videos at first use (over a minute), then cached.
 
     The cache is keyed by the code that makes it, and only a whole one is ever seen: it is renamed into place.
     """
-    import diffusers
-    from diffusers import WanTransformer3DModel
-    from safetensors import SafetensorError, safe_open
-    from safetensors.torch import save_file
-    from tqdm import tqdm
-
     made_by = (inspect.getsource(pretrained_tiny), inspect.getsource(tiny_videos), ARCHITECTURES["tiny"], TINY_PROMPTS)
-    key = hashlib.blake2b(repr((made_by, torch.__version__, diffusers.__version__)).encode(), digest_size=8).hexdigest()
-    folder = CACHE / f"tiny-{key}"
+    key = f"{generator(made_by, torch.__version__).initial_seed():016x}"
+    folder, weights = CACHE / f"tiny-{key}", "transformer/diffusion_pytorch_model.safetensors"
     try:
-        with safe_open(folder / "transformer" / "diffusion_pytorch_model.safetensors", "pt") as file:
-            if file.metadata().get("key") == key:
+        with safe_open(folder / weights, "pt") as file:
+            if (file.metadata() or {}).get("key") == key:
                 return folder
-    except (OSError, SafetensorError, AttributeError):
-        pass
+    except (OSError, SafetensorError):
+        pass  # missing or damaged: make it
     torch.manual_seed(0)
-    model = WanTransformer3DModel(**ARCHITECTURES["tiny"])
+    model, rng = WanTransformer3DModel(**ARCHITECTURES["tiny"]), torch.Generator().manual_seed(0)
     average = {name: p.detach().clone() for name, p in model.state_dict().items()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=num_updates, pct_start=0.1)
-    rng = torch.Generator().manual_seed(0)
     text = {prompt: tiny_embedding(prompt) for prompt in TINY_PROMPTS}
-    for _ in tqdm(range(num_updates), desc="pretraining the tiny Wan (only once)", unit=" steps", dynamic_ncols=True):
+    for _ in tqdm(range(num_updates), "pretraining the tiny Wan, once", unit=" steps", dynamic_ncols=True):
         prompts = [TINY_PROMPTS[i] for i in torch.randint(len(TINY_PROMPTS), (batch,), generator=rng)]
         x0 = tiny_videos(prompts, rng)
         noise = torch.randn(x0.shape, generator=rng)
         sigma = shift_sigma((torch.arange(batch) + torch.rand(batch, generator=rng)) / batch, 1.5)
-        wide = sigma.view(-1, 1, 1, 1, 1)
-        v = model(
-            (1 - wide) * x0 + wide * noise, 1000 * sigma, torch.stack([text[p] for p in prompts]), return_dict=False
-        )[0]
+        x = torch.lerp(x0, noise, sigma.view(-1, 1, 1, 1, 1))
+        v = model(x, 1000 * sigma, torch.stack([text[p] for p in prompts]), return_dict=False)[0]
         loss = (v - (noise - x0)).pow(2).mean()
         optimizer.zero_grad()
         loss.backward()
@@ -1069,70 +964,69 @@ def pretrained_tiny(num_updates: int = 1000, batch: int = 16) -> Path:
         for name, p in model.state_dict().items():
             average[name].lerp_(p, 0.02)
     partial = CACHE / f".tiny-{os.getpid()}"
-    (partial / "transformer").mkdir(parents=True)
-    save_file(average, partial / "transformer" / "diffusion_pytorch_model.safetensors", {"key": key, "format": "pt"})
+    (partial / "transformer").mkdir(parents=True, exist_ok=True)
     model.save_config(partial / "transformer")
+    save_file(average, partial / weights, {"key": key, "format": "pt"})
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
     return folder
 
 
-# ======================================================================================================================
-# Rewards
-# ======================================================================================================================
+# ==== Rewards =========================================================================================================
 #
 # A reward is a callable   reward(videos, prompts, metadata) -> Tensor [B]  or  {name: Tensor [B]}
-# with videos uint8 [B, T, H, W, 3], prompts a list of B texts, metadata a list of B dicts (the prompt file's other keys).
-# Of a dict, the key `total` is trained on, or the sum where there is none; every entry is logged. Higher is better. A
-# reward that cannot score must raise (or return NaN): a failure never becomes a number. Yours: --reward my_file.py:my_reward
+# with videos uint8 [B, T, H, W, 3], prompts a list of B texts, metadata a list of B dicts (the lines of a .jsonl prompt
+# file). Of a dict, `total` is trained on, or the sum where there is none, and every entry is logged. Higher is better.
+# A reward that cannot score a video must raise or give NaN: a failure never becomes a number. It is called from a
+# background thread. Yours is --reward my_file.py:my_reward, a function or a class that is built without arguments.
 
 
 class RewardError(RuntimeError):
-    """A reward raised, timed out, or gave something other than a finite number per video."""
+    """A reward raised, timed out, or gave something other than one finite number per video."""
+
+
+def tiny_colors(videos: Tensor, prompts: list[str]) -> tuple[Tensor, Tensor]:
+    """Pixels in [0, 1] and the prompts' colours [B, 1, 1, 1, 3], for the tiny model's rewards."""
+    colors = torch.tensor([COLORS[prompt.split()[1]] for prompt in prompts], dtype=torch.float32)
+    return videos.float() / 255, colors[:, None, None, None]
 
 
 def palette_reward(videos: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
-    """The tiny model's reward: every pixel should be the prompt's colour or the black background.
+    """For the tiny model: in every frame one round, clean patch of the prompt's colour, as large as a shape is.
 
-    The area near the colour counts up to the size that a shape has (12 % of the frame, in each frame) and no further, so it
-    cannot be won by filling the frame; the share of pixels that are neither counts against. About 1 for a perfect video.
+    The sum of two numbers up to 1, averaged over frames. Size: the area near the colour over a shape's (12 % of the frame),
+    counting down again beyond it, so filling the frame does not pay. Roundness: a disc's outline over that of the frame
+    (its total variation), so grain, stray colours and ragged edges do not pay, and shrinking does not either. Real videos
+    get 1.68.
     """
-    pixels = videos.float() / 255
-    color = torch.tensor([COLORS[p.split()[1]] for p in prompts], dtype=torch.float32)[:, None, None, None]
-    near = torch.exp(-(pixels - color).pow(2).sum(-1) / 0.1)
-    background = torch.exp(-pixels.pow(2).sum(-1) / 0.1)
-    area = (near.mean((2, 3)) / 0.12).clamp(max=1).mean(1)
-    neither = (1 - near - background).clamp(min=0).mean((1, 2, 3))
-    return area - 10 * neither
+    pixels, colors = tiny_colors(videos, prompts)
+    area = torch.exp(-(pixels - colors).pow(2).sum(-1) / 0.1).sum((2, 3))
+    framed = torch.nn.functional.pad(pixels, (0, 0, 1, 1, 1, 1))
+    slope_x, slope_y = framed[:, :, :-1, 1:] - framed[:, :, :-1, :-1], framed[:, :, 1:, :-1] - framed[:, :, :-1, :-1]
+    outline = (slope_x**2 + slope_y**2).sum(-1).sqrt().sum((2, 3)) / colors.norm(dim=-1)[:, 0, 0]
+    size = area / (0.12 * pixels[0, 0, :, :, 0].numel())
+    return (torch.minimum(size, 2 - size).clamp(min=0) + (4 * math.pi * area).sqrt() / (outline + 1)).mean(1)
 
 
 def brightness_reward(videos: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
-    """A reward without a ceiling in sight, for comparing methods: brightness in the prompt's colour less that in the others."""
-    pixels = videos.float() / 255
-    color = torch.tensor([COLORS[p.split()[1]] for p in prompts], dtype=torch.float32)[:, None, None, None]
-    return 10 * (pixels * color).sum(-1).mean((1, 2, 3)) - 10 * (pixels * (1 - color)).sum(-1).mean((1, 2, 3))
+    """For the tiny model, without a ceiling in reach: brightness in the prompt's colour, less that in the others."""
+    pixels, colors = tiny_colors(videos, prompts)
+    return 10 * (pixels * (2 * colors - 1)).sum(-1).mean((1, 2, 3))
 
 
 def motion_reward(videos: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
-    """Mean absolute change of a pixel from frame to frame, in [0, 1]: mix it in against rewards that freeze the video."""
-    pixels = videos.float() / 255
-    return (pixels[:, 1:] - pixels[:, :-1]).abs().mean((1, 2, 3, 4))
+    """Mean absolute change of a pixel from frame to frame, in [0, 1]: mix it in against rewards that freeze a video."""
+    return (videos[:, 1:].float() - videos[:, :-1].float()).abs().mean((1, 2, 3, 4)) / 255
 
 
-def best_frames(scores: Tensor, top: float) -> Tensor:
-    """Mean of the best share of each video's frames: scores [B, T] to [B]. At least one frame counts."""
-    keep = max(1, math.ceil(top * scores.shape[1]))
-    return scores.topk(keep, dim=1).values.mean(1)
-
-
-def some_frames(videos: Tensor, count: int) -> Tensor:
-    """`count` evenly spaced frames of each video (all, if there are fewer): [B, T, H, W, 3] to [B, min(T, count), ...]."""
-    count = min(count, videos.shape[1])
-    return videos[:, torch.linspace(0, videos.shape[1] - 1, count).round().long()]
+CLIP_MODELS = {  # (model, processor) on the hub
+    "clip": ("openai/clip-vit-large-patch14", "openai/clip-vit-large-patch14"),
+    "pickscore": ("yuvalkirstain/PickScore_v1", "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"),
+}
 
 
 class ClipReward:
-    """CLIP's or PickScore's image-text score (the model's logits_per_image), over some frames of each video."""
+    """CLIP's or PickScore's image-text score (the model's logits_per_image), a mean over a video's best frames."""
 
     def __init__(self, model: str, processor: str, config: Config, device: torch.device):
         from transformers import AutoTokenizer, CLIPModel
@@ -1140,191 +1034,168 @@ class ClipReward:
 
         self.model = CLIPModel.from_pretrained(model, use_safetensors=True).to(device).eval().requires_grad_(False)
         self.images = CLIPImageProcessorPil.from_pretrained(processor)
-        self.tokenizer = AutoTokenizer.from_pretrained(processor)
+        self.text = AutoTokenizer.from_pretrained(processor)
         self.frames, self.top, self.device = config.reward_frames, config.reward_top or 1.0, device
+
+    def score(self, frames: list, prompt: str) -> list[float]:
+        """Scores of uint8 frames [H, W, 3] under a prompt."""
+        images = self.images(frames, return_tensors="pt").to(self.device)
+        text = self.text(prompt, truncation=True, max_length=77, return_tensors="pt").to(self.device)
+        return self.model(**text, **images).logits_per_image[:, 0].tolist()
 
     @torch.no_grad()
     def __call__(self, videos: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
-        scores = []
-        for video, prompt in zip(some_frames(videos, self.frames), prompts):
-            pixels = self.images(list(video.numpy()), return_tensors="pt").to(self.device)
-            text = self.tokenizer(prompt, truncation=True, max_length=77, padding=True, return_tensors="pt").to(
-                self.device
-            )
-            scores.append(self.model(**text, **pixels).logits_per_image[:, 0].float().cpu())
-        return best_frames(torch.stack(scores), self.top)
+        last, rewards = videos.shape[1] - 1, []
+        picked = torch.linspace(0, last, min(self.frames, last + 1)).round().long()
+        for video, prompt in zip(videos, prompts, strict=True):
+            scores = torch.tensor(self.score(list(video[picked].numpy()), prompt))
+            rewards.append(scores.topk(max(1, round(self.top * len(scores)))).values.mean())
+        return torch.stack(rewards)
 
 
-class HPSv3Reward:
-    """HPSv3 (MizzenAI, package `hpsv3`): mean of the best 30 % of frames, as in the paper. Runs best behind `serve`."""
+class HPSv3Reward(ClipReward):
+    """HPSv3 (MizzenAI, package `hpsv3`): mean of the best 30 % of frames, as in the paper. Best behind `serve`."""
 
     def __init__(self, config: Config, device: torch.device):
         try:
+            from accelerate.state import AcceleratorState, PartialState
             from hpsv3 import HPSv3RewardInferencer
         except ImportError as error:
             raise UserError(
-                f"--reward hpsv3: {error}; its package needs another transformers than Wan does, so start it in its own "
-                "environment (python flash_grpo.py serve --reward hpsv3) and train with --reward http://127.0.0.1:8000"
+                f"--reward hpsv3: {error}; run it behind `serve` in its own environment (README)"
             ) from error
-        from accelerate.state import AcceleratorState, PartialState
-
         # Building it overwrites accelerate's process-wide state: put ours back.
-        saved = dict(PartialState._shared_state), dict(AcceleratorState._shared_state)
+        kept = {state: dict(state._shared_state) for state in (PartialState, AcceleratorState)}
         self.model = HPSv3RewardInferencer(device=str(device))
-        for state, before in zip((PartialState, AcceleratorState), saved):
+        for state, before in kept.items():
             state._shared_state.clear()
             state._shared_state.update(before)
         self.frames, self.top = config.reward_frames, config.reward_top or 0.3
 
-    @torch.no_grad()
-    def __call__(self, videos: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
-        import tempfile
+    def score(self, frames: list, prompt: str) -> list[float]:
+        """Scores of uint8 frames [H, W, 3] under a prompt; the model gives (mean, spread) for each."""
+        from PIL import Image
 
-        import imageio.v3 as iio
-
-        scores = []
-        with tempfile.TemporaryDirectory() as folder:
-            for video, prompt in zip(some_frames(videos, self.frames), prompts):
-                paths = [f"{folder}/{i}.png" for i in range(len(video))]
-                for path, frame in zip(paths, video.numpy()):
-                    iio.imwrite(path, frame)
-                scored = self.model.reward(
-                    prompts=[prompt] * len(paths), image_paths=paths
-                )  # [mean, uncertainty] per frame
-                scores.append(torch.tensor([float(score[0]) for score in scored]))
-        return best_frames(torch.stack(scores), self.top)
+        images = [Image.fromarray(frame) for frame in frames]
+        return [float(mean) for mean, *_ in self.model.reward(prompts=[prompt] * len(images), image_paths=images)]
 
 
 class HttpReward:
-    """A reward behind `flash_grpo.py serve`. Several addresses are used in turn, and each other's stand-in when one fails."""
+    """A reward behind `flash_grpo.py serve`. Several addresses are used in turn, and stand in for one that fails."""
 
     def __init__(self, urls: str, config: Config):
-        self.urls, self.calls = urls.split(","), 0
-        self.timeout, self.token = config.reward_timeout, config.reward_token or os.environ.get("FLASH_GRPO_TOKEN", "")
+        self.urls, self.calls, self.timeout = urls.split(","), 0, config.reward_timeout
+        token = config.reward_token or os.environ.get("FLASH_GRPO_TOKEN", "")
+        self.headers = {"Authorization": f"Bearer {token}"}
 
     def __call__(self, videos: Tensor, prompts: list[str], metadata: list[dict]) -> dict[str, Tensor]:
-        import urllib.error
-        import urllib.request
+        from urllib.error import HTTPError
+        from urllib.request import Request, urlopen
 
-        header = json.dumps({"shape": list(videos.shape), "prompts": prompts, "metadata": metadata}).encode()
-        body = header + b"\n" + videos.contiguous().numpy().tobytes()
+        asked = {"shape": list(videos.shape), "prompts": prompts, "metadata": metadata}
+        body, reason = json.dumps(asked).encode() + b"\n" + videos.numpy().tobytes(), ""
         self.calls += 1
         for attempt in range(5):
-            url = self.urls[(self.calls + attempt) % len(self.urls)].rstrip("/") + "/score"
+            url = self.urls[(self.calls + attempt) % len(self.urls)].strip("/ ")
             try:
-                request = urllib.request.Request(url, body, {"Authorization": f"Bearer {self.token}"})
-                with urllib.request.urlopen(request, timeout=self.timeout) as reply:
+                with urlopen(Request(f"{url}/score", body, self.headers), timeout=self.timeout) as reply:
                     scores = json.loads(reply.read(1 << 24))
-                return {str(name): torch.tensor(values, dtype=torch.float32) for name, values in scores.items()}
-            except urllib.error.HTTPError as error:  # the server's own answer: a request that it refuses stays refused
-                reason = f"{url} answered {error.code}: {error.read(2000).decode(errors='replace').strip()}"
-                if error.code < 500:
-                    raise RewardError(reason) from None
+                    return {name: torch.tensor(values, dtype=torch.float32) for name, values in scores.items()}
+            except HTTPError as error:
+                reason = f"{url} answered {error.code} {error.read(2000).decode(errors='replace')}"
+                if error.code < 500:  # refused, so asking again is no use
+                    break
             except (OSError, ValueError, TypeError, AttributeError) as error:
                 reason = f"{url}: {error}"
-            if attempt < 4:
-                time.sleep(0.5 * 2**attempt)
-        raise RewardError(f"no reward after 5 tries; the last: {reason}")
+            time.sleep(0.5 * 2**attempt)
+        raise RewardError(f"no scores from a server: {reason}")
 
 
-def build_part(kind: str, argument: str, config: Config, device: torch.device) -> Callable:
-    """The reward of one (kind, argument) part of `--reward`; only what that part needs is imported."""
+def build_reward(kind: str, argument: str, config: Config, device: torch.device) -> Callable:
+    """One part of --reward; only what that part needs is imported."""
+    if kind == "file":
+        path, name = argument.rsplit(":", 1)
+        found = runpy.run_path(path)[name]
+        return found() if inspect.isclass(found) else found
+    if kind in ("clip", "pickscore"):
+        model, processor = CLIP_MODELS[kind]
+        return ClipReward(argument or model, argument or processor, config, device)
     if kind == "http":
         return HttpReward(argument, config)
-    if kind == "file":
-        import importlib.util
-
-        path, name = argument.rsplit(":", 1)
-        spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        reward = getattr(module, name)
-        return reward() if inspect.isclass(reward) else reward
     if kind == "hpsv3":
         return HPSv3Reward(config, device)
-    if kind == "clip":
-        model = argument or "openai/clip-vit-large-patch14"
-        return ClipReward(model, model, config, device)
-    if kind == "pickscore":
-        return ClipReward(
-            argument or "yuvalkirstain/PickScore_v1",
-            argument or "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
-            config,
-            device,
-        )
     return {"palette": palette_reward, "brightness": brightness_reward, "motion": motion_reward}[kind]
 
 
 class Reward:
-    """All parts of `--reward` behind one call that returns checked numbers or raises RewardError.
+    """All parts of --reward behind one call, which returns checked numbers or raises RewardError.
 
-    `names` are the columns of the result: the parts' names, and the named sub-scores of a part that gives a dict.
+    names: the columns of the result, first the parts and then the sub-scores of parts that give a dict.
     """
 
     def __init__(self, config: Config, device: torch.device):
-        self.specs = parse_reward(config.reward)
-        if config.model != "tiny" and any(kind in ("palette", "brightness") for kind, _, _ in self.specs):
+        specs = parse_reward(config.reward)
+        if config.model != "tiny" and {"palette", "brightness"} & {kind for kind, _, _ in specs}:
             raise UserError(f"--reward {config.reward}: palette and brightness know only the tiny model's prompts")
-        self.parts = [build_part(kind, argument, config, device) for kind, argument, _ in self.specs]
-        self.weights = torch.tensor([weight for _, _, weight in self.specs])
-        self.raw = config.reward_mix == "raw" or len(self.parts) == 1
-        self.names = [kind if kind != "file" else argument.rsplit(":", 1)[1] for kind, argument, _ in self.specs]
-        self.extra: list[str] = []
+        self.parts = [build_reward(kind, argument, config, device) for kind, argument, _ in specs]
+        self.names = [argument.rsplit(":", 1)[1] if kind == "file" else kind for kind, argument, _ in specs]
+        self.weights = torch.tensor([weight for _, _, weight in specs])
+        self.standardize = config.reward_mix == "standardize" and len(specs) > 1
 
     def __call__(self, videos: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
-        """Scores float32 [B, parts + sub-scores]. Raises RewardError, with the reward's own traceback as its cause."""
-        columns, extra = [], {}
-        for name, part in zip(self.names, self.parts):
+        """Scores float32 [B, columns]. Raises RewardError, whose cause is the reward's own exception."""
+        parts, extra = [], {}
+        for name, part in zip(self.names, self.parts, strict=False):
             try:
                 scores = part(videos, prompts, metadata)
-            except RewardError:
-                raise
+                scores = dict(scores) if isinstance(scores, dict) else {"total": scores}
+                for key, value in scores.items():
+                    if tuple(value.shape) != (len(prompts),) or not bool(torch.isfinite(value).all()):
+                        raise ValueError(f"{key} is {value}, not a Tensor of {len(prompts)} finite numbers")
+                    scores[key] = value.detach().float().cpu()
+                parts.append(scores.pop("total") if "total" in scores else torch.stack([*scores.values()]).sum(0))
             except Exception as error:
-                raise RewardError(f"reward {name} raised {type(error).__name__}: {error}") from error
-            named = scores if isinstance(scores, dict) else {"total": scores}
-            for key, value in named.items():
-                if not isinstance(value, Tensor) or tuple(value.shape) != (len(prompts),):
-                    shape = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-                    raise RewardError(f"reward {name} gave {shape} for {key}, not a Tensor of shape ({len(prompts)},)")
-                if not bool(torch.isfinite(value).all()):
-                    raise RewardError(f"reward {name} gave a non-finite {key}: {value.flatten().tolist()[:8]}")
-            if not named:
-                raise RewardError(f"reward {name} gave an empty dict")
-            columns.append(named["total"] if "total" in named else torch.stack(list(named.values())).sum(0))
-            extra |= {f"{name}/{key}": value for key, value in named.items() if key != "total"}
-        if self.extra and sorted(extra) != self.extra:
-            raise RewardError(f"the reward's sub-scores changed from {self.extra} to {sorted(extra)}")
-        self.extra = sorted(extra)
-        return torch.stack(columns + [extra[key] for key in self.extra], 1).float().cpu()
+                raise RewardError(f"reward {name}: {type(error).__name__}: {error}") from error
+            extra |= {f"{name}/{key}": value for key, value in scores.items()}
+        names = self.names[: len(parts)] + sorted(extra)
+        if len(self.names) > len(parts) and names != self.names:
+            raise RewardError(f"the reward's sub-scores changed from {self.names} to {names}")
+        self.names = names
+        return torch.stack([*parts, *(extra[name] for name in sorted(extra))], 1)
 
-    def mix(self, scores: Tensor, scale: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """The trained reward [B]: the weighted sum of the parts, standardized with (mean, std) or over this batch."""
+    def mix(self, scores: Tensor, scale: list[list[float]] | None = None) -> Tensor:
+        """The reward to train on [B]: the parts' weighted sum, standardized with scale (means, stds) or over the batch."""
         parts = scores[:, : len(self.parts)]
-        if not self.raw:
-            mean, std = scale or (parts.mean(0), parts.std(0))
+        if self.standardize:
+            mean, std = torch.tensor(scale) if scale else torch.stack([parts.mean(0), parts.std(0)])
             parts = (parts - mean) / (std + 1e-6)
         return parts @ self.weights
 
-    def check(self, config: Config) -> None:
-        """One call on a blank and on a noise video, before anything is trained. Raises UserError."""
+    def columns(self, prefix: str, scores: Tensor) -> dict[str, float]:
+        """Each column's mean for the metrics, if there is more than the reward itself."""
+        means = {f"{prefix}{name}": mean for name, mean in zip(self.names, scores.mean(0).tolist(), strict=True)}
+        return means if len(means) > 1 else {}
+
+    def check(self, config: Config, item: dict) -> None:
+        """Score a blank and a noise video before anything is trained. Raises UserError if that fails."""
         videos = torch.zeros(2, config.num_frames, config.height, config.width, 3, dtype=torch.uint8)
-        videos[1] = torch.randint(0, 256, videos.shape[1:], generator=generator("check"))
-        prompts = (load_prompts(config.prompts, "prompts", config) * 2)[:2]
+        videos[1] = torch.randint(0, 256, videos.shape[1:], dtype=torch.uint8, generator=generator("check"))
         try:
-            self(videos, [p["prompt"] for p in prompts], [p for p in prompts])
+            self(videos, [item["prompt"]] * 2, [item] * 2)
         except RewardError as error:
             raise UserError(f"--reward {config.reward}: fails on a blank and a noise video: {error}") from error
 
 
 def serve(config: Config) -> None:
-    """Answer POST /score (a JSON line, then raw uint8 frames) with JSON scores, and GET /health. Nothing is unpickled."""
+    """Answer POST /score (a line of JSON, then raw uint8 frames) with JSON scores, and GET /health. Never unpickles."""
     import hmac
     import threading
     from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
     reward = Reward(config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    token = config.reward_token or os.environ.get("FLASH_GRPO_TOKEN", "")
-    one_at_a_time, limit = threading.Lock(), 4 << 30
+    reward.standardize = False  # a request is no batch
+    secret = config.reward_token or os.environ.get("FLASH_GRPO_TOKEN", "")
+    one_at_a_time, limit = threading.Lock(), 2 << 30
 
     class Handler(BaseHTTPRequestHandler):
         timeout = 60  # seconds that a client may stay silent
@@ -1332,55 +1203,36 @@ def serve(config: Config) -> None:
         def answer(self, code: int, content: dict) -> None:
             body = json.dumps(content).encode()
             self.send_response(code)
-            self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
 
         def do_GET(self) -> None:
             known = self.path == "/health"
-            self.answer(
-                200 if known else 404,
-                {"reward": config.reward} if known else {"error": "try GET /health or POST /score"},
-            )
+            self.answer(200 if known else 404, {"reward": config.reward} if known else {"error": "no such page"})
 
         def do_POST(self) -> None:
-            sent = self.headers.get("Authorization", "")
-            if token and not hmac.compare_digest(sent.encode(), f"Bearer {token}".encode()):
+            length, sent = self.headers.get("Content-Length", ""), self.headers.get("Authorization", "")
+            if secret and not hmac.compare_digest(sent.encode(), f"Bearer {secret}".encode()):
                 return self.answer(401, {"error": "wrong or missing token"})
+            if not length.isdecimal() or int(length) > limit:
+                return self.answer(413, {"error": f"send a Content-Length of at most {limit}"})
             try:
-                length = int(self.headers.get("Content-Length", ""))
-            except ValueError:
-                return self.answer(411, {"error": "send a Content-Length"})
-            if self.path != "/score" or not 0 < length <= limit:
-                return self.answer(
-                    413 if length > limit else 404, {"error": f"POST /score takes at most {limit} bytes"}
-                )
-            try:
-                header, _, frames = self.rfile.read(length).partition(b"\n")
+                header, _, frames = self.rfile.read(int(length)).partition(b"\n")
                 asked = json.loads(header)
-                shape, prompts, metadata = asked["shape"], asked["prompts"], asked["metadata"]
-                if (
-                    len(shape) != 5
-                    or shape[0] != len(prompts)
-                    or len(prompts) != len(metadata)
-                    or math.prod(shape) != len(frames)
-                ):
-                    raise ValueError("shape, prompts, metadata and the number of bytes do not agree")
-                videos = torch.frombuffer(bytearray(frames), dtype=torch.uint8).view(shape)
-            except Exception as error:
-                return self.answer(400, {"error": f"not a request for scores: {error}"})
+                videos = torch.frombuffer(bytearray(frames), dtype=torch.uint8).view(asked["shape"])
+                count = len(asked["prompts"])
+                if videos.ndim != 5 or len(videos) != count or len(asked["metadata"]) != count:
+                    raise ValueError("shape, prompts and metadata do not agree")
+            except (ValueError, KeyError, TypeError, RuntimeError) as error:
+                return self.answer(400, {"error": f"no request for scores: {error}"})
             try:
                 with one_at_a_time:
-                    scores = reward(videos, prompts, metadata)
-                    names = reward.names + reward.extra
-                parts = {name: scores[:, i].tolist() for i, name in enumerate(names)}
-                self.answer(200, {"total": reward.mix(scores).tolist()} | (parts if len(names) > 1 else {}))
+                    scores = reward(videos, asked["prompts"], asked["metadata"])
             except RewardError as error:
-                self.answer(500, {"error": str(error)})
-
-        def log_message(self, text: str, *values: Any) -> None:
-            print(f"{self.address_string()} {text % values}", flush=True)
+                return self.answer(500, {"error": str(error)})
+            parts = {name: column.tolist() for name, column in zip(reward.names, scores.T, strict=True)}
+            return self.answer(200, {"total": reward.mix(scores).tolist()} | (parts if len(parts) > 1 else {}))
 
     with ThreadingHTTPServer((config.host, config.port), Handler) as server:
         print(
@@ -1390,240 +1242,188 @@ def serve(config: Config) -> None:
         server.serve_forever()
 
 
-# ======================================================================================================================
-# Rollout
-# ======================================================================================================================
+# ==== Rollout =========================================================================================================
+
+
+class Schedule:
+    """What a mask of stochastic steps [B, N] means for each video: its sigmas, and which videos are still one.
+
+    grid float64 [B, N + 1]: the schedule up to the video's last stochastic step, then a tail with the share `compress`
+    of the remaining steps (0 behind its end). length [B]: its number of steps. first, last [B]: its first and last
+    stochastic step (N and -1 without one).
+    """
+
+    def __init__(self, sde_mask: Tensor, config: Config, groups: list[int]):
+        n = sde_mask.shape[1]
+        steps, u = torch.arange(n), torch.linspace(1, 0, n + 1, dtype=torch.float64)
+        self.first = torch.where(sde_mask, steps, n).amin(1).tolist()
+        self.last = torch.where(sde_mask, steps, -1).amax(1).tolist()
+        self.groups = groups if config.group_noise == "shared" else None
+        self.grid, self.length = torch.zeros(len(sde_mask), n + 1, dtype=torch.float64), []
+        for row, last in zip(self.grid, self.last, strict=True):
+            rest = n - last - 1
+            kept = math.ceil(config.compress * rest - 1e-9)
+            tail = u[last + 1 :] if kept == rest else u[last + 1] * torch.linspace(1, 0, kept + 1, dtype=u.dtype)
+            row[: last + kept + 2] = shift_sigma(torch.cat([u[: last + 1], tail]), config.flow_shift)
+            self.length.append(last + 1 + kept)
+
+    def owners(self, t: int) -> dict[int, int]:
+        """{video: the video whose latent stands for it} for the videos that take a step t: one evaluation per owner.
+
+        A group with shared noise is one video up to and including the latent that its first stochastic step leaves.
+        """
+        found: dict[Any, int] = {}
+        live = [i for i, length in enumerate(self.length) if t < length]
+        one = [self.groups[i] if self.groups and t <= self.first[i] else (i,) for i in live]
+        return {i: found.setdefault(key, i) for i, key in zip(live, one, strict=True)}
 
 
 @dataclass
 class Rollout:
-    """Videos of one rollout and the transitions to train on; nothing else of the trajectory is kept.
+    """Videos, and the transitions to train on; nothing else of the trajectories is kept.
 
-    Videos that share a latent (shared group noise, up to their first stochastic step) share its row in `states`, so that
-    training too evaluates the transformer once for all of them.
+    Videos that share a latent share its row in `states`, so that training too evaluates the transformer once for all.
     """
 
     latents: Tensor  # [B, C, T, H, W], final
-    states: Tensor  # [S, C, T, H, W], the distinct latents that trained steps start from
+    states: Tensor  # [S, C, T, H, W], the distinct latents from which trained steps start
     x_next: Tensor  # [M, C, T, H, W], where each of the M trained transitions ended
+    log_prob: Tensor  # [M], under the policy that made it
     state: Tensor  # [M], its row in states
     video: Tensor  # [M], its row in latents
     step: Tensor  # [M], its step
-    log_prob: Tensor  # [M], under the policy that made it
 
     @staticmethod
     def cat(parts: list["Rollout"]) -> "Rollout":
-        """Join rollouts, renumbering the rows."""
-        joined: dict[str, list] = {f.name: [] for f in dataclasses.fields(Rollout)}
-        states = videos = 0
+        """Join rollouts, renumbering their rows."""
+        joined: dict[str, list] = {field.name: [] for field in dataclasses.fields(Rollout)}
+        offset = {"state": 0, "video": 0}
         for part in parts:
             for name, values in joined.items():
-                values.append(getattr(part, name) + {"state": states, "video": videos}.get(name, 0))
-            states, videos = states + len(part.states), videos + len(part.latents)
+                values.append(getattr(part, name) + offset.get(name, 0))
+            offset = {"state": offset["state"] + len(part.states), "video": offset["video"] + len(part.latents)}
         return Rollout(**{name: torch.cat(values) for name, values in joined.items()})
 
 
-class Schedule:
-    """What a mask of stochastic steps [B, N] means for each video: its sigmas, and which latents coincide when.
-
-    grid: float64 [B, N + 1], each video's sigmas: the schedule up to its last stochastic step, and a tail that keeps the
-    share `compress` of the steps after it (0 behind its end). length [B]: its number of steps. first, last [B]: its first
-    and last stochastic step (N and -1 without one).
-    """
-
-    def __init__(self, sde_mask: Tensor, config: Config, groups: list[int]):
-        count, n = sde_mask.shape
-        u = torch.linspace(1, 0, n + 1, dtype=torch.float64)
-        steps = torch.arange(n)
-        self.first = torch.where(sde_mask, steps, n).amin(1).tolist()
-        self.last = torch.where(sde_mask, steps, -1).amax(1).tolist()
-        self.grid, self.length = torch.zeros(count, n + 1, dtype=torch.float64), []
-        for i, last in enumerate(self.last):
-            rest = n - last - 1
-            kept = min(rest, math.ceil(config.compress * rest - 1e-9))
-            tail = u[last + 1] * torch.linspace(1, 0, kept + 1, dtype=torch.float64) if kept < rest else u[last + 1 :]
-            self.length.append(last + 1 + kept)
-            self.grid[i, : self.length[i] + 1] = shift_sigma(torch.cat([u[: last + 1], tail]), config.flow_shift)
-        self.shared, self.groups = config.group_noise == "shared", groups
-
-    def owners(self, t: int) -> dict[int, int]:
-        """{video: the video whose latent stands for it} for all videos that take a step t: one evaluation per owner.
-
-        With shared group noise a group is one video up to and including the latent that its first stochastic step leaves.
-        """
-        found: dict[Any, int] = {}
-        return {
-            i: found.setdefault(self.groups[i] if self.shared and t <= self.first[i] else (i, "own"), i)
-            for i in range(len(self.length))
-            if t < self.length[i]
-        }
+def micro_batches(rows: list[int], policy: WanPolicy) -> list[list[int]]:
+    """Split rows into batches of --micro_batch; on a sharded model equally many, perhaps empty, on every process."""
+    size = policy.config.micro_batch
+    return [rows[j * size : (j + 1) * size] for j in range(global_max(math.ceil(len(rows) / size), policy))]
 
 
-def micro_batches(count: int, size: int, policy: WanPolicy) -> list[list[int]]:
-    """Split range(count) into batches of at most `size`; on a sharded model, equally many (perhaps empty) on every process."""
-    calls = math.ceil(count / size)
-    if policy.mesh is not None:
-        calls = global_max(calls, policy.device)
-    return [list(range(count))[j * size : (j + 1) * size] for j in range(calls)]
-
-
+# fmt: off
 @torch.no_grad()
 def rollout(
     policy: WanPolicy, config: Config, prompts: list[str], noise: Tensor, sde_mask: Tensor, keys: list[tuple],
     train_mask: Tensor | None = None, groups: list[int] | None = None,
-) -> Rollout:  # fmt: skip
-    """Denoise videos: stochastic steps where sde_mask says so, deterministic ones elsewhere (Euler; dpm2 after the last).
+) -> Rollout:
+    # fmt: on
+    """Denoise videos: a stochastic step where sde_mask says so, else a deterministic one (Euler; dpm2 after the last).
 
-    Args: prompts [B]; noise [B, C, T, H, W], the latents at sigma = 1; sde_mask and train_mask bool [B, N] (the transitions
-    to store; by default all stochastic ones); keys [B] seed each video's step noise; groups [B] tell whose noise is shared.
+    Args: prompts [B]; noise [B, C, T, H, W], the latents at sigma = 1; sde_mask bool [B, N]; keys [B], which seed each
+    video's step noise; train_mask bool [B, N], the transitions to keep (by default all stochastic ones); groups [B],
+    which videos share their noise if config.group_noise is "shared".
     """
     train_mask = sde_mask if train_mask is None else train_mask
-    plan = Schedule(sde_mask, config, list(range(len(prompts))) if groups is None else groups)
+    plan = Schedule(sde_mask, config, groups or list(range(len(prompts))))
     sigma_max = make_sigmas(sde_mask.shape[1], config.flow_shift)[1]
-    x, x0_prev = noise.clone(), torch.zeros_like(noise)
-    states, x_next, log_prob, index = [], [], [], []  # index: rows (state, video, step)
-    ticks = max(plan.length) if policy.mesh is None else global_max(max(plan.length), policy.device)
-    for t in range(ticks):
+    x, x0_prev, none = noise.clone(), torch.zeros_like(noise), noise.new_zeros(0, *noise.shape[1:])
+    states, x_next, log_prob, index = [], [], [], []  # index: (state, video, step) of each kept transition
+    row_of: dict[tuple[int, int], int] = {}  # (owner, step) -> its row in states
+    for t in range(global_max(max(plan.length), policy)):
+        # 1. One velocity per distinct latent.
         owner = plan.owners(t)
         live, distinct = list(owner), list(dict.fromkeys(owner.values()))
-        v = [
-            policy.velocity(x[rows], plan.grid[rows, t], [prompts[i] for i in rows])
-            for rows in (
-                [distinct[j] for j in batch] for batch in micro_batches(len(distinct), config.micro_batch, policy)
-            )
-        ]
+        v = [policy.velocity(x[b], plan.grid[b, t], [prompts[i] for i in b]) for b in micro_batches(distinct, policy)]
         if not live:
-            continue
-        v = torch.cat(v)[[distinct.index(owner[i]) for i in live]]
-        sigma, sigma_next = plan.grid[live, t], plan.grid[live, t + 1]
-        wide = [s.view(-1, 1, 1, 1, 1) for s in (plan.grid[live, max(t - 1, 0)], sigma, sigma_next)]
-        before = x[live]
-        after = before + v * (wide[2] - wide[1]).to(v)
+            continue  # on a sharded model, where other processes have longer schedules
+        v, before = torch.cat(v)[[distinct.index(i) for i in owner.values()]], x[live]
+        # 2. Deterministic steps; of second order where there is a history since the last stochastic step.
+        sigma_prev, sigma, sigma_next = (plan.grid[live, s].view(-1, 1, 1, 1, 1) for s in (max(t - 1, 0), t, t + 1))
+        after = before + v * (sigma_next - sigma).to(v)
         if config.solver == "dpm2":
-            x0 = before - wide[1].to(v) * v
-            second = [j for j, i in enumerate(live) if t > plan.last[i] + 1]
-            if second:
-                history = x0_prev[live][second]
-                after[second] = dpm2_step(before[second], x0[second], history, *(s[second] for s in wide))
+            x0 = before - sigma.to(v) * v
+            j = [j for j, i in enumerate(live) if t > plan.last[i] + 1]
+            if j:
+                after[j] = dpm2_step(before[j], x0[j], x0_prev[live][j], sigma_prev[j], sigma[j], sigma_next[j])
             x0_prev[live] = x0
-        noisy = [j for j, i in enumerate(live) if sde_mask[i, t]]
-        if noisy:
-            mean, std, _ = sde_step(
-                before[noisy], v[noisy], sigma[noisy], sigma_next[noisy], sigma_max, config.sde, config.eta
-            )
-            z = [torch.randn(x.shape[1:], generator=generator(*keys[live[j]], t)) for j in noisy]
-            after[noisy] = mean + std * torch.stack(z).to(x)
-            log_probs = gaussian_log_prob(after[noisy], mean, std)
-            row_of: dict[int, int] = {}
-            for j, value in zip(noisy, log_probs):
-                i = live[j]
+        # 3. Stochastic steps; of those that are trained, both ends are kept.
+        j = [j for j, i in enumerate(live) if sde_mask[i, t]]
+        if j:
+            levels = (sigma[j].flatten(), sigma_next[j].flatten(), sigma_max)
+            mean, std, _ = sde_step(before[j], v[j], *levels, config.sde, config.eta)
+            z = [torch.randn(x.shape[1:], generator=generator(*keys[live[k]], t)) for k in j]
+            after[j] = mean + std * torch.stack(z).to(x)
+            for k, value in zip(j, gaussian_log_prob(after[j], mean, std), strict=True):
+                i = live[k]
                 if train_mask[i, t]:
-                    if owner[i] not in row_of:
-                        row_of[owner[i]] = len(states)
-                        states.append(before[j].clone())
-                    index.append((row_of[owner[i]], i, t))
-                    x_next.append(after[j].clone())
+                    row = row_of.setdefault((owner[i], t), len(states))
+                    states += [before[k]] if row == len(states) else []
+                    x_next.append(after[k])
                     log_prob.append(value)
+                    index.append((row, i, t))
         x[live] = after
-
-    def stack(rows):
-        return torch.stack(rows) if rows else x.new_zeros(0, *x.shape[1:])
-
-    state, video, step = torch.tensor(index, dtype=torch.long).reshape(-1, 3).T
-    return Rollout(
-        x, stack(states), stack(x_next), state, video, step, torch.stack(log_prob) if log_prob else x.new_zeros(0)
-    )
+    ends = [torch.stack(kept) if kept else none for kept in (states, x_next)]
+    log_prob = torch.stack(log_prob) if log_prob else x.new_zeros(0)
+    return Rollout(x, *ends, log_prob, *torch.tensor(index, dtype=torch.long).reshape(-1, 3).T)
 
 
 def evaluations(config: Config, update: int = 0) -> int:
-    """Transformer evaluations of one update, by formula: what Metrics' `nfe` must grow by (tested to be equal)."""
+    """Transformer evaluations of an update by formula: what `nfe` grows by (the two are tested to be equal)."""
     sde_mask, train_mask = draw_masks(config, update)
     plan = Schedule(sde_mask, config, [i // config.group_size for i in range(len(sde_mask))])
-    cost_of_training = (3 + bool(config.gradient_checkpointing) + (config.kl > 0)) * config.ppo_epochs
-    total = 0
-    for t in range(max(plan.length)):
-        owner = plan.owners(t)
-        trained = {o for i, o in owner.items() if train_mask[i, t]}
-        total += len(set(owner.values())) + cost_of_training * len(trained)
+    training, total = (3 + bool(config.gradient_checkpointing) + (config.kl > 0)) * config.ppo_epochs, 0
+    for owner, trained in ((plan.owners(t), train_mask[:, t]) for t in range(max(plan.length))):
+        total += len({*owner.values()}) + training * len({o for i, o in owner.items() if trained[i]})
     return total * (1 if config.guidance_scale == 1 else 2)
-
-
-def draw_masks(config: Config, update: int) -> tuple[Tensor, Tensor]:
-    """The stochastic and the trained steps of an update's whole global batch."""
-    sde_mask = draw_sde_mask(
-        config.prompts_per_update, config.group_size, config.num_steps, window_of(config), config.sde_steps,
-        config.grouping, config.window_every, update, config.seed,
-    )  # fmt: skip
-    return sde_mask, draw_train_mask(sde_mask, config.train_fraction, update, config.seed)
-
-
-# ======================================================================================================================
-# Processes, sharding, checkpoints
-# ======================================================================================================================
-
-
-def global_max(value: int, device: torch.device) -> int:
-    """The largest value over all processes."""
-    if not torch.distributed.is_initialized():
-        return value
-    shared = torch.tensor(value, device=device)
-    torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX)
-    return int(shared)
-
-
-def gather_objects(item: Any) -> list:
-    """Every process's item, in the order of ranks."""
-    if not torch.distributed.is_initialized():
-        return [item]
-    items = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(items, item)
-    return items
-
-
-def shard_size_of(config: Config, world_size: int) -> int:
-    """Processes that share one copy of the model; 0 means those of one machine."""
-    return config.shard_size or min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+# ==== Checkpoints =====================================================================================================
 
 
 @dataclass
 class State:
-    """All that changes while training. Everything random is seeded by (seed, update, ...), so no generator is among it."""
+    """All that changes in training. What is random is seeded by (seed, update, ...), so no generator is among it."""
 
+    accelerator: Any  # accelerate's Accelerator: processes, device, trackers
     policy: WanPolicy
     optimizer: torch.optim.Optimizer
-    ema: dict[str, Tensor]
-    update: int = 0
-    nfe: int = 0
-    ema_steps: int = 0
-    bad_updates: int = 0
-    eval_start: dict | None = None  # the evaluation before training: rewards per prompt, and the scale of each part
+    ema: dict[str, Tensor]  # moving average of the trained weights
+    counters: dict[str, Any]  # update, nfe, ema_steps, bad_updates, eval_scale
 
     @classmethod
-    def new(cls, policy: WanPolicy, config: Config) -> "State":
-        """Fresh AdamW moments (made at once, so that a checkpoint always has them) and a moving average at the start."""
-        parameters = list(policy.trained.values())
-        optimizer = torch.optim.AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay, eps=config.adam_eps)
-        for p in parameters:
-            zeros = {key: torch.zeros_like(p, memory_format=torch.preserve_format) for key in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[p] = {"step": torch.tensor(0.0)} | zeros
-        return cls(policy, optimizer, {name: p.detach().clone() for name, p in policy.trained.items()})
+    def new(cls, accelerator, policy: WanPolicy, config: Config) -> "State":
+        """The state before training. AdamW's moments are made at once, so that every checkpoint has them."""
+        params = list(policy.trained.values())
+        optimizer = torch.optim.AdamW(params, lr=config.lr, weight_decay=config.weight_decay, eps=config.adam_eps)
+        for p in params:
+            moments = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            optimizer.state[p] = {"step": torch.tensor(0.0), **moments}
+        ema = {name: p.detach().clone() for name, p in policy.trained.items()}
+        counters = {"update": 0, "nfe": 0, "ema_steps": 0, "bad_updates": 0, "eval_scale": None}
+        return cls(accelerator, policy, optimizer, ema, counters)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors of a checkpoint, by name; sharded ones as DTensors, so that another number of processes can load them."""
+        """A checkpoint's tensors by name; sharded ones are DTensors, which any number of processes can load."""
         tensors = {}
         for name, p in self.policy.trained.items():
-            moments = self.optimizer.state[p]
-            tensors |= {f"weight.{name}": p.detach(), f"ema.{name}": self.ema[name]}
-            tensors |= {f"{key}.{name}": moments[key] for key in ("exp_avg", "exp_avg_sq")}
+            moments = {key: self.optimizer.state[p][key] for key in ("exp_avg", "exp_avg_sq")}
+            parts = {"weight": p.detach(), "ema": self.ema[name], **moments}
+            tensors |= {f"{part}.{name}": tensor for part, tensor in parts.items()}
         return tensors
+
+    def step_ema(self, decay: float) -> None:
+        """Move the average, with a warm-up so that a short run does not carry its start along."""
+        steps = self.counters["ema_steps"]
+        for name, p in self.policy.trained.items():
+            local_slice(self.ema[name])[0].lerp_(local_slice(p.detach())[0], 1 - min(decay, (1 + steps) / (10 + steps)))
+        self.counters["ema_steps"] += 1
 
     @contextmanager
     def ema_weights(self):
-        """Inside, the policy has the averaged weights. Swapped in place, one parameter at a time."""
+        """Inside, the policy has the averaged weights: swapped in place, one parameter at a time."""
 
-        def swap():
+        def swap() -> None:
             for name, p in self.policy.trained.items():
-                ours, average = local_slice(p.detach())[0], local_slice(self.ema[name])[0]
+                (ours, _), (average, _) = local_slice(p.detach()), local_slice(self.ema[name])
                 kept = ours.clone()
                 ours.copy_(average)
                 average.copy_(kept)
@@ -1635,25 +1435,19 @@ class State:
             swap()
 
     def check_replicas(self) -> None:
-        """Raise RuntimeError if copies of the trained weights on different processes differ in a single bit."""
-        total = sum(
-            int(local_slice(p.detach())[0].contiguous().view(torch.int32).sum(dtype=torch.int64))
-            for p in self.policy.trained.values()
-        )
-        part = self.policy.mesh.get_local_rank("shard") if self.policy.mesh is not None else 0
-        sums: dict[int, set[int]] = {}
-        for where, value in gather_objects((part, total)):
-            sums.setdefault(where, set()).add(value)
-        if any(len(values) > 1 for values in sums.values()):
-            raise RuntimeError(f"the replicas' weights have drifted apart at update {self.update}: {sums}")
+        """Raise RuntimeError if the replicas' trained weights differ in a single bit."""
+        parts = [local_slice(p.detach())[0].contiguous() for p in self.policy.trained.values()]
+        bits = sum(int(part.view(torch.int32).sum(dtype=torch.int64)) for part in parts)
+        shard = self.policy.mesh.get_local_rank("shard") if self.policy.mesh is not None else 0
+        found = set(gather_object([(shard, bits)]))
+        if len(found) != len({shard for shard, _ in found}):
+            raise RuntimeError(f"the replicas' weights differ: (shard, checksum) {sorted(found)}")
 
 
-# Settings that may differ between a checkpoint and the run that resumes it: they change where and how long, not what.
-FREE = {
-    "num_updates", "max_nfe", "micro_batch", "shard_size", "timeout", "reward_token", "reward_timeout", "eval_every",
-    "eval_videos", "save_every", "keep", "output_dir", "run_name", "resume", "tracker", "fps", "dry_run", "num_gpus",
-    "host", "port", "cfg_batch", "gradient_checkpointing", "compile", "max_bad_updates", "reward_on_error",
-}  # fmt: skip
+# What a resumed run may change: where, how long and how fast it runs, not what comes out.
+FREE = """num_updates max_nfe micro_batch cfg_batch gradient_checkpointing compile shard_size timeout max_bad_updates
+reward_on_error reward_timeout reward_token eval_every eval_videos save_every keep output_dir run_name resume tracker fps
+dry_run num_gpus host port""".split()
 
 
 def settings(config: Config) -> dict:
@@ -1668,400 +1462,178 @@ def write_atomically(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def save_checkpoint(state: State, config: Config, folder: Path, is_main: bool) -> None:
-    """Write checkpoints/<update>/ under a temporary name, rename it when whole, keep the last K; then export the adapter.
+def save_checkpoint(state: State, config: Config, folder: Path) -> None:
+    """Write checkpoints/<update>/ under a temporary name, rename it when whole, keep the newest K, and export.
 
-    Tensors go through torch.distributed.checkpoint into safetensors (its default would pickle metadata), the rest to JSON.
+    Tensors go through torch.distributed.checkpoint into safetensors (its own format pickles), all else into JSON.
     """
-    import torch.distributed.checkpoint as dcp
-
     state.check_replicas()
-    final, partial = folder / "checkpoints" / f"{state.update:06d}", folder / "checkpoints" / ".partial"
-    if final.exists():
-        return
-    if is_main:
+    final, partial = folder / "checkpoints" / f"{state.counters['update']:06d}", folder / "checkpoints" / ".partial"
+    if state.accelerator.is_main_process:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-    wait_for_all()
+    state.accelerator.wait_for_everyone()
     writer = dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True)
     dcp.save(state.tensors(), storage_writer=writer, no_dist=not torch.distributed.is_initialized())
-    wait_for_all()
-    if is_main:
+    state.accelerator.wait_for_everyone()
+    if state.accelerator.is_main_process:
         steps = {name: float(state.optimizer.state[p]["step"]) for name, p in state.policy.trained.items()}
-        content = dict(
-            update=state.update, nfe=state.nfe, ema_steps=state.ema_steps, bad_updates=state.bad_updates,
-            eval_start=state.eval_start, steps=steps, settings=settings(config),
-            files={file.name: file.stat().st_size for file in sorted(partial.iterdir())},
-        )  # fmt: skip
+        files = {file.name: file.stat().st_size for file in partial.iterdir()}
+        content = {"counters": state.counters, "steps": steps, "files": files, "settings": settings(config)}
         write_atomically(partial / "state.json", json.dumps(content))
+        shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
         for old in sorted((folder / "checkpoints").glob("[0-9]*"))[: -config.keep]:
             shutil.rmtree(old)
-    export(state, config, folder / "lora", is_main)
+    export(state, config, folder / "lora")
 
 
-def wait_for_all() -> None:
-    """A barrier, where there is more than one process."""
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
+def load_checkpoint(state: State, config: Config, folder: Path) -> Path | None:
+    """Load the newest whole checkpoint, whatever number of processes wrote it; returns its path, None without one.
 
-
-def newest_checkpoint(folder: Path) -> tuple[Path, dict] | None:
-    """The newest whole checkpoint and its JSON. One with missing or truncated files is named on stderr and passed over."""
+    One with missing or truncated files is named on stderr and passed over. Raises UserError for other settings.
+    """
     for path in sorted((folder / "checkpoints").glob("[0-9]*"), reverse=True):
         try:
             content = json.loads((path / "state.json").read_text())
-            for name, size in content["files"].items():
-                found = (path / name).stat().st_size
-                if found != size:
-                    raise ValueError(f"{name} has {found} bytes instead of {size}")
-            return path, content
+            damaged = [name for name, size in content["files"].items() if (path / name).stat().st_size != size]
         except (OSError, ValueError, KeyError) as error:
-            print(f"checkpoint {path} is damaged ({error}); looking for an older one", file=sys.stderr)
+            damaged = [str(error)]
+        if damaged:
+            print(f"checkpoint {path} is damaged ({', '.join(damaged)}); trying the one before", file=sys.stderr)
+            continue
+        ours = json.loads(json.dumps(settings(config)))
+        for name, theirs in content["settings"].items():
+            if ours.get(name) != theirs:
+                raise UserError(f"--{name} {ours.get(name)}: the run in {folder} has {theirs}; take that or a new name")
+        reader = dcp.HuggingFaceStorageReader(str(path))
+        dcp.load(state.tensors(), storage_reader=reader, no_dist=not torch.distributed.is_initialized())
+        for name, p in state.policy.trained.items():
+            state.optimizer.state[p]["step"].fill_(content["steps"][name])
+        state.counters = content["counters"]
+        return path
     return None
 
 
-def load_checkpoint(state: State, config: Config, path: Path, content: dict) -> None:
-    """Load a checkpoint into the state, whatever number of processes wrote it. Raises UserError for other settings."""
-    import torch.distributed.checkpoint as dcp
-
-    ours = json.loads(json.dumps(settings(config)))
-    for name, theirs in content["settings"].items():
-        if ours.get(name) != theirs:
-            raise UserError(
-                f"--{name} {ours.get(name)}: the run in {path.parent.parent} has {theirs}; use that, or another --run_name"
-            )
-    tensors = state.tensors()
-    dcp.load(
-        tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=not torch.distributed.is_initialized()
-    )
-    for name, p in state.policy.trained.items():
-        state.optimizer.state[p]["step"].fill_(content["steps"][name])
-    for name in ("update", "nfe", "ema_steps", "bad_updates", "eval_start"):
-        setattr(state, name, content[name])
-
-
-def export(state: State, config: Config, folder: Path, is_main: bool) -> None:
-    """Write the averaged weights as diffusers reads them: lora/ for load_lora_weights, or whole transformers for --full."""
-    from diffusers import WanPipeline
-    from peft import get_peft_model_state_dict
-    from safetensors.torch import save_file
-
-    partial = folder.with_name(".lora-partial")
+def export(state: State, config: Config, folder: Path) -> None:
+    """Write the averaged weights as diffusers reads them: adapters for load_lora_weights, or whole transformers."""
+    partial, is_main = folder.with_name(".export"), state.accelerator.is_main_process
     if is_main:
         shutil.rmtree(partial, ignore_errors=True)
-    with state.ema_weights():
-        for i, expert in enumerate(state.policy.experts):
-            weights = {}
-            prefix = f"transformer{'_2' * i}."
-            for name, p in state.policy.trained.items():
-                if name.startswith(prefix):  # gathering is collective: on all processes, kept on the main one
-                    whole = (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().float().cpu()
-                    weights[name.removeprefix(prefix)] = whole.clone() if is_main else None
-            if not is_main:
-                continue
-            if config.full:
-                target = partial / f"transformer{'_2' * i}"
-                target.mkdir(parents=True, exist_ok=True)
-                save_file(
-                    {k: v.contiguous() for k, v in weights.items()},
-                    target / "diffusion_pytorch_model.safetensors",
-                    {"format": "pt"},
-                )
-                expert.save_config(target)
-            else:
-                WanPipeline.save_lora_weights(
-                    partial, get_peft_model_state_dict(expert, weights), weight_name=f"pytorch_lora_weights{'_2' * i}.safetensors",
-                    transformer_lora_adapter_metadata=expert.peft_config["default"].to_dict(),
-                )  # fmt: skip
+    for number, (part, expert) in enumerate(zip(state.policy.parts, state.policy.experts, strict=True), 1):
+        weights = {}
+        for name, average in state.ema.items():
+            if name.startswith(f"{part}."):  # gathering is collective, so all processes do it
+                whole = average.full_tensor() if isinstance(average, DTensor) else average
+                weights[name.removeprefix(f"{part}.")] = whole.cpu().clone() if is_main else None
+        if is_main and config.full:
+            expert.save_config(partial / part)
+            save_file(weights, partial / part / "diffusion_pytorch_model.safetensors", {"format": "pt"})
+        elif is_main:
+            layers, adapter = get_peft_model_state_dict(expert, weights), expert.peft_config["default"].to_dict()
+            file = "pytorch_lora_weights.safetensors" if number == 1 else f"pytorch_lora_weights_{number}.safetensors"
+            WanPipeline.save_lora_weights(partial, layers, weight_name=file, transformer_lora_adapter_metadata=adapter)
     if is_main:
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
 
 
-# ======================================================================================================================
-# Evaluation and pictures
-# ======================================================================================================================
+# ==== Evaluation and pictures =========================================================================================
 
 
-def evaluate(
-    state: State, config: Config, reward: Reward, prompts: list[dict], folder: Path, rank: int, world: int
-) -> dict:
-    """Reward on held-out prompts: deterministic steps, averaged weights, and the same noise whatever the seed or update.
+def evaluate(state: State, config: Config, reward: Reward, prompts: list[dict], folder: Path) -> dict:
+    """Reward on held-out prompts: deterministic steps, averaged weights, and noise that is the same for every seed.
 
-    Writes videos/<update>/*.mp4 and index.jsonl. Returns eval_reward, its 95 % interval over prompts (eval_ci), eval_std
-    (of the pixels) and the rewards; raises RewardError on every process if the reward fails on one.
+    Writes videos/<update>/. Returns eval_reward and its 95 % interval over prompts (eval_ci), each prompt's reward, and
+    the pixels' standard deviation. Raises RewardError on every process if the reward fails on one.
     """
-    policy, nfe = state.policy, state.policy.nfe
-    mine = [i for j in range(math.ceil(len(prompts) / world)) for i in [min(j * world + rank, len(prompts) - 1)]]
-    sampler = dataclasses.replace(
-        config, num_steps=config.eval_num_steps, solver="euler", compress=1.0, group_noise="independent"
-    )  # fmt: skip
-    videos, found, error = [], [], None
+    policy, target, videos = state.policy, folder / "videos" / f"{state.counters['update']:06d}", []
+    rank, world, nfe = state.accelerator.process_index, state.accelerator.num_processes, policy.nfe
+    mine = [min(j * world + rank, len(prompts) - 1) for j in range(math.ceil(len(prompts) / world))]
+    sampler = replace(config, solver="euler", compress=1.0, group_noise="independent")
     with state.ema_weights():
-        for start in range(0, len(mine), config.micro_batch):
-            rows = mine[start : start + config.micro_batch]
-            noise = torch.stack([torch.randn(policy.latent_shape, generator=generator("eval", i)) for i in rows])
-            no_step = torch.zeros(len(rows), config.eval_num_steps, dtype=torch.bool)
-            texts = [prompts[i]["prompt"] for i in rows]
-            done = rollout(policy, sampler, texts, noise.to(policy.device), no_step, [()] * len(rows))
-            videos += list(policy.decode(done.latents))
+        for batch in micro_batches(mine, policy):
+            noise = torch.stack([torch.randn(policy.latent_shape, generator=generator("eval", i)) for i in batch])
+            texts, no_sde = [prompts[i]["prompt"] for i in batch], torch.zeros(len(batch), config.eval_num_steps) > 0
+            done = rollout(policy, sampler, texts, noise.to(policy.device), no_sde, [()] * len(batch))
+            videos += policy.decode(done.latents)
     policy.nfe = nfe  # a run's cost is that of its training
-    try:
-        scores = reward(torch.stack(videos), [prompts[i]["prompt"] for i in mine], [prompts[i] for i in mine])
-        found = [(i, row) for i, row in zip(mine, scores.tolist())]
-    except RewardError as failure:
-        error = failure
-    target = folder / "videos" / f"{state.update:06d}"
-    shown = [(i, video) for i, video in zip(mine, videos) if i < config.eval_videos]
-    if shown:
-        target.mkdir(parents=True, exist_ok=True)
-        for i, video in shown:
-            write_video(target / f"{i:03d}.mp4", video, config.fps)
-    gathered = gather_objects((found, str(error) if error else None, float(torch.stack(videos).float().std())))
-    raise_together(error, [e for _, e, _ in gathered])
-    by_prompt = dict(pair for part, _, _ in gathered for pair in part)
+    scores, error, _ = score_or_error(reward, torch.stack(videos), [prompts[i] for i in mine])
+    pixel_std = torch.stack(videos).float().std().item()
+    gathered = gather_object([(mine, scores.tolist(), error and str(error), pixel_std)])
+    raise_together(error, [e for _, _, e, _ in gathered])
+    by_prompt = {i: row for indices, rows, _, _ in gathered for i, row in zip(indices, rows, strict=True)}
     scores = torch.tensor([by_prompt[i] for i in range(len(prompts))])
-    if state.eval_start is None:
+    if state.counters["eval_scale"] is None:
         parts = scores[:, : len(reward.parts)]
-        std = parts.std(0) if len(parts) > 1 else torch.ones(parts.shape[1])
-        state.eval_start = {"mean": parts.mean(0).tolist(), "std": std.tolist()}
-    rewards = reward.mix(scores, tuple(torch.tensor(state.eval_start[k]) for k in ("mean", "std")))
-    state.eval_start.setdefault("rewards", rewards.tolist())
+        state.counters["eval_scale"] = [parts.mean(0).tolist(), parts.std(0).nan_to_num(1.0).tolist()]
+    rewards = reward.mix(scores, state.counters["eval_scale"]).tolist()
+    for i, video in zip(mine, videos, strict=True):
+        if i < config.eval_videos:
+            write_video(target / f"{i:03d}.mp4", video, config.fps)
     if rank == 0 and config.eval_videos:
-        index = [
-            {"file": f"{i:03d}.mp4", **prompts[i], "reward": rewards[i].item()}
-            for i in range(min(len(prompts), config.eval_videos))
-        ]
-        target.mkdir(parents=True, exist_ok=True)
-        write_atomically(target / "index.jsonl", "".join(json.dumps(row) + "\n" for row in index))
-    extra = {f"eval/{name}": scores[:, i].mean().item() for i, name in enumerate(reward.names + reward.extra)}
-    return {
-        "eval_reward": rewards.mean().item(), "eval_ci": confidence(rewards.tolist()), "eval_rewards": rewards.tolist(),
-        "eval_pixel_std": min(std for _, _, std in gathered), **(extra if len(extra) > 1 else {}),
-    }  # fmt: skip
+        index = [{"file": f"{i:03d}.mp4", **item, "reward": rewards[i]} for i, item in enumerate(prompts)]
+        write_atomically(target / "index.jsonl", "".join(f"{json.dumps(row)}\n" for row in index[: config.eval_videos]))
+    mean, half_width = mean_and_interval(rewards)
+    metrics = {"eval_reward": mean, "eval_ci": half_width, "eval_rewards": rewards}
+    return metrics | {"eval_pixel_std": min(std for *_, std in gathered)} | reward.columns("eval/", scores)
 
 
-def confidence(values: list[float]) -> float:
-    """Half-width of the 95 % interval of a mean, by Student's t."""
-    n, z = len(values), 1.959964
+def mean_and_interval(values: list[float]) -> tuple[float, float]:
+    """Mean and half-width of its 95 % interval, by Student's t (from the normal quantile: Cornish and Fisher)."""
+    n, z, mean = len(values), 1.959964, sum(values) / len(values)
     if n < 2:
-        return math.nan
-    # The quantile of t from the normal one (Cornish-Fisher), to 3 digits from 6 values on.
+        return mean, math.nan
     t = z + (z**3 + z) / (4 * (n - 1)) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * (n - 1) ** 2)
-    return t * float(torch.tensor(values).std()) / n**0.5
-
-
-def raise_together(own: Exception | None, errors: list[str | None]) -> None:
-    """Raise on every process if one failed: the failing one with its own error, the others with its text."""
-    if own is not None:
-        raise own
-    for rank, error in enumerate(errors):
-        if error:
-            raise RewardError(f"on process {rank}: {error}")
+    return mean, t * math.sqrt(sum((value - mean) ** 2 for value in values) / (n - 1) / n)
 
 
 def write_video(path: Path, video: Tensor, fps: int) -> None:
-    """Write uint8 [T, H, W, 3] as mp4, small ones enlarged by nearest neighbour to about 256 pixels."""
+    """Write uint8 [T, H, W, 3] as mp4; a small one is enlarged by nearest neighbour to about 256 pixels."""
     import imageio
 
+    path.parent.mkdir(parents=True, exist_ok=True)
     factor = max(1, 256 // max(video.shape[1:3]))
-    frames = video.repeat_interleave(factor, 1).repeat_interleave(factor, 2).numpy()
+    frames = repeat(video, "t h w c -> t (h a) (w b) c", a=factor, b=factor).numpy()
     imageio.mimwrite(path, frames, fps=fps, macro_block_size=2, quality=9, output_params=["-loglevel", "error"])
 
 
-def draw_pictures(folder: Path, history: list[dict], warning: str = "") -> None:
-    """reward.png (training and held-out reward) and before_after.png (frames of the first and the last evaluation)."""
+def draw_pictures(folder: Path, history: list[dict], title: str) -> None:
+    """reward.png: training and held-out reward. before_after.png: frames of the first and the newest evaluation."""
     import imageio.v3 as iio
-    import matplotlib
     import numpy as np
     from matplotlib.figure import Figure
 
-    matplotlib.rcParams["font.size"] = 11
+    updates, tests = [m for m in history if "reward_mean" in m], [m for m in history if "eval_reward" in m]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    trained = [m for m in history if "reward_mean" in m]
-    tested = [m for m in history if "eval_reward" in m]
-    axes.plot(
-        [m["update"] for m in trained],
-        [m["reward_mean"] for m in trained],
-        lw=1,
-        alpha=0.6,
-        label="training videos (stochastic sampler)",
-    )
-    bars = [m["eval_reward"] for m in tested]
-    axes.errorbar([m["update"] for m in tested], bars, [m["eval_ci"] for m in tested], marker="o", capsize=3,
-                  label="held-out prompts (deterministic sampler, EMA weights), 95 % interval")  # fmt: skip
-    axes.set(xlabel="update", ylabel="reward", title=warning or folder.name)
-    axes.legend(loc="lower right", fontsize=9)
+    curve = [[m[key] for m in updates] for key in ("update", "reward_mean")]
+    points = [[m[key] for m in tests] for key in ("update", "eval_reward", "eval_ci")]
+    axes.plot(*curve, lw=1, alpha=0.6, label="training videos, stochastic sampler")
+    axes.errorbar(*points, marker="o", capsize=3, label="held-out prompts, deterministic sampler (95 % over prompts)")
+    axes.set(xlabel="update", ylabel="reward", title=title)
+    axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(folder / "reward.png", dpi=130)
-    first, last = (folder / "videos" / f"{m['update']:06d}" for m in (tested[0], tested[-1]))
-    names = [name for name in sorted(p.name for p in first.glob("*.mp4"))[:8] if (last / name).exists()]
-    if first == last or not names:
-        return
-    prompts = {row["file"]: row["prompt"] for row in map(json.loads, (first / "index.jsonl").read_text().splitlines())}
-    figure = Figure(figsize=(12, 0.95 * len(names) + 0.5), layout="constrained")
-    for row, name in enumerate(names):
-        for side, source in enumerate((first, last)):
-            frames = iio.imread(source / name)
-            picked = frames[np.linspace(0, len(frames) - 1, 6).round().astype(int)]
-            axes = figure.add_subplot(len(names), 2, 2 * row + side + 1)
-            axes.imshow(np.concatenate(list(np.pad(picked, ((0, 0), (4, 4), (4, 4), (0, 0)), constant_values=80)), 1))
-            axes.set(xticks=[], yticks=[])
-            axes.set_title((["before", "after"][side] if row == 0 else ""), fontsize=11)
-            if side == 0:
-                axes.set_ylabel(
-                    "\n".join(re.findall(r".{1,18}(?:\s|$)", prompts[name])[:3]),
-                    fontsize=7,
-                    rotation=0,
-                    ha="right",
-                    va="center",
-                )
-    figure.savefig(folder / "before_after.png", dpi=110)
+    first, last = (folder / "videos" / f"{m['update']:06d}" for m in (tests[0], tests[-1]))
+    rows = [json.loads(line) for line in read_lines(first / "index.jsonl") if first != last][:8]
+    rows = [row for row in rows if (last / row["file"]).exists()]
+    figure = Figure(figsize=(12, len(rows) + 0.4), layout="constrained")
+    for i, axes in enumerate(figure.subplots(len(rows), 2, squeeze=False).flat if rows else []):
+        frames = iio.imread((first, last)[i % 2] / rows[i // 2]["file"])
+        frames = frames[np.linspace(0, len(frames) - 1, 6).round().astype(int)]
+        axes.imshow(np.concatenate([np.pad(f, ((0, 0), (0, 8), (0, 0)), constant_values=255) for f in frames], 1))
+        axes.set(xticks=[], yticks=[], title=("before", "after")[i] if i < 2 else "")
+        axes.set_ylabel("" if i % 2 else rows[i // 2]["prompt"][:30], rotation=0, ha="right", va="center")
+    if rows:
+        figure.savefig(folder / "before_after.png", dpi=100)
 
 
-# ======================================================================================================================
-# Training
-# ======================================================================================================================
-
-
-def collect(state: State, config: Config, reward: Reward, prompts: list[dict], rank: int, world: int, phases: dict):
-    """Roll out this process's share of an update's videos and score them, in the background while the next are made.
-
-    Returns the joined Rollout, this process's scores [b, columns] (NaN where the reward failed) and its RewardError or None.
-    """
-    from concurrent.futures import ThreadPoolExecutor
-
-    policy, update, size = state.policy, state.update, config.group_size
-    count = config.prompts_per_update * size // world
-    sde_mask, train_mask = draw_masks(config, update)
-    drawn = draw_prompts(config, prompts, update)
-    batch = max(config.micro_batch // size, 1) * size  # whole groups, so that a shared prefix is computed once
-    parts, jobs, error = [], [], None
-
-    def score(videos, texts, items):
-        started = time.perf_counter()
-        return reward(videos, texts, items), time.perf_counter() - started
-
-    with ThreadPoolExecutor(1) as background:
-        for start in range(rank * count, (rank + 1) * count, batch):
-            videos = list(range(start, min(start + batch, (rank + 1) * count)))
-            items = [drawn[i] for i in videos]
-            texts = [item["prompt"] for item in items]
-            # With shared noise the videos of a group start from one latent; without, each from its own.
-            keys = [
-                (config.seed, "noise", update, *((i // size,) if config.group_noise == "shared" else divmod(i, size)))
-                for i in videos
-            ]
-            noise = torch.stack([torch.randn(policy.latent_shape, generator=generator(*key)) for key in keys])
-            with timed(phases, "seconds_rollout", policy.device):
-                steps = [(config.seed, "step", update, *divmod(i, size)) for i in videos]
-                groups = [i // size for i in videos]
-                part = rollout(
-                    policy, config, texts, noise.to(policy.device), sde_mask[videos], steps, train_mask[videos], groups
-                )  # fmt: skip
-            with timed(phases, "seconds_decode", policy.device):
-                pixels = policy.decode(part.latents)
-            jobs.append(background.submit(score, pixels, texts, items))
-            parts.append(part)
-        scores = []
-        with timed(phases, "seconds_reward", policy.device):  # what the rollouts did not hide
-            for job, part in zip(jobs, parts):
-                try:
-                    values, seconds = job.result()
-                    phases["seconds_reward_total"] = phases.get("seconds_reward_total", 0.0) + seconds
-                except RewardError as failure:
-                    error = error or failure
-                    values = torch.full((len(part.latents), len(reward.names + reward.extra)), math.nan)
-                scores.append(values)
-    return Rollout.cat(parts), torch.cat(scores), error
-
-
-def learn(
-    state: State,
-    config: Config,
-    rolled: Rollout,
-    prompts: list[str],
-    advantages: Tensor,
-    weights: Tensor,
-    total: int,
-    world: int,
-) -> dict:
-    """One optimizer step on this process's transitions of the global batch; returns the step's metrics.
-
-    Args: prompts [b] and advantages [b] of its videos; weights [b, N] of their steps, mean 1 over the global batch; total,
-    the global batch's number of transitions. A non-finite gradient skips the step, on all processes alike.
-    """
-    policy, device = state.policy, state.policy.device
-    parameters = list(policy.trained.values())
-    sigmas = make_sigmas(config.num_steps, config.flow_shift)
-    sums = torch.zeros(3)  # loss, clip_fraction, KL, summed over transitions
-    deviation = torch.zeros(())
-    batches = micro_batches(len(rolled.states), config.micro_batch, policy)
-    order = torch.argsort(rolled.state, stable=True)
-    for j, batch in enumerate(batches):
-        for expert in policy.experts if policy.mesh is not None else []:
-            # Whole weights sharded over processes must be reduced each time, or the full gradient would stand on each.
-            last = j == len(batches) - 1
-            expert.set_requires_gradient_sync(last or (config.full and policy.mesh.size(1) > 1))
-        rows = order[torch.isin(rolled.state[order], torch.tensor(batch, dtype=torch.long))]
-        at = rolled.state[rows] - (batch[0] if batch else 0)
-        start = {int(s): int(r) for s, r in zip(rolled.state[rows], rows)}  # any one transition that leaves this state
-        x, texts = rolled.states[batch], [prompts[rolled.video[start[s]]] for s in batch]
-        sigma = sigmas[[int(rolled.step[start[s]]) for s in batch]]
-        v = policy.velocity(x, sigma, texts)
-        step = (sigmas[rolled.step[rows]], sigmas[rolled.step[rows] + 1], sigmas[1], config.sde, config.eta)
-        if not len(rows):
-            v.sum().backward()
-            continue
-        mean, std, _ = sde_step(x[at], v[at], *step)
-        log_prob = gaussian_log_prob(rolled.x_next[rows], mean, std)
-        a, w = advantages[rolled.video[rows]].to(device), weights[rolled.video[rows], rolled.step[rows]].to(device)
-        loss, stats = grpo_loss(log_prob, rolled.log_prob[rows], a, w, config.clip_range)
-        kl = torch.zeros((), device=device)
-        if config.kl:  # closed form: both Gaussians have the same std
-            with torch.no_grad(), policy.reference():
-                reference, _, _ = sde_step(x[at], policy.velocity(x, sigma, texts)[at], *step)
-            kl = ((mean - reference) ** 2 / (2 * std**2)).flatten(1).mean(1).mean()
-        # FSDP averages gradients over the processes; the loss is a mean over the global batch, so undo that average.
-        ((loss + config.kl * kl) * len(rows) / total * world).backward()
-        sums += len(rows) * torch.stack([loss.detach(), stats["clip_fraction"], kl.detach()]).cpu()
-        deviation = torch.maximum(deviation, stats["ratio_dev_max"].cpu())
-    norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
-    norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-    if math.isfinite(norm):
-        state.optimizer.step()
-        state.bad_updates = 0
-    else:
-        state.bad_updates += 1
-    state.optimizer.zero_grad()
-    loss, clip_fraction, kl = (sums / total).tolist()
-    return dict(loss=loss, clip_fraction=clip_fraction, kl=kl, grad_norm=norm, ratio_dev_max=deviation.item())
-
-
-def adam_eps_share(optimizer: torch.optim.Optimizer) -> float:
-    """The share of Adam's denominator that epsilon takes, averaged over this process's trained numbers: 1 = throttled.
-
-    Log-probabilities are averaged over the latent (two million numbers for Wan), so gradients are tiny: with PyTorch's
-    usual 1e-8 this share can approach 1, and Adam becomes slow SGD. Hence --adam_eps 1e-15.
-    """
-    group, shares = optimizer.param_groups[0], []
-    for p, moments in optimizer.state.items():
-        seen = float(moments["step"])
-        root = (local_slice(moments["exp_avg_sq"])[0] / (1 - group["betas"][1] ** max(seen, 1))).sqrt()
-        moved = root[root > 0]  # LoRA's A has no gradient while B is 0
-        shares.append(group["eps"] / (moved + group["eps"]))
-    shares = torch.cat([s.flatten() for s in shares])
-    return shares.mean().item() if len(shares) else math.nan
-
-
-def step_moving_average(state: State, config: Config) -> None:
-    """EMA of the trained weights with a warm-up, so that a short run does not average in its start for long."""
-    decay = min(config.ema_decay, (1 + state.ema_steps) / (10 + state.ema_steps))
-    state.ema_steps += 1
-    for name, p in state.policy.trained.items():
-        local_slice(state.ema[name])[0].lerp_(local_slice(p.detach())[0], 1 - decay)
+def read_lines(path: Path) -> list[str]:
+    """The whole lines of a file, whose last line a killed process may have left unfinished; none if it is missing."""
+    text = path.read_text() if path.exists() else ""
+    return text[: text.rfind("\n") + 1].splitlines()
+# ==== Training ========================================================================================================
 
 
 @contextmanager
@@ -2074,369 +1646,366 @@ def timed(phases: dict, name: str, device: torch.device):
     phases[name] = phases.get(name, 0.0) + time.perf_counter() - started
 
 
-def train(config: Config, progress: bool = True) -> list[dict]:
-    """Train as the Config says and return the history: metrics.jsonl as a list, one dict an update and an evaluation.
+def draw_prompts(config: Config, prompts: list[dict], update: int) -> list[dict]:
+    """The prompt of each video of an update's global batch: a fresh shuffle of the list, each group_size times."""
+    order = torch.randperm(len(prompts), generator=generator(config.seed, "prompts", update)).tolist()
+    slots = [prompts[order[slot % len(order)]] for slot in range(config.prompts_per_update)]
+    return [item for item in slots for _ in range(config.group_size)]
 
-    Writes output_dir/run_name/ (config.json, metrics.jsonl, reward.png, videos/, checkpoints/, lora/). Unset fields of the
-    Config are filled and checked first. Raises UserError for wrong settings, RewardError for a reward that fails.
+
+def score_or_error(reward: Reward, videos: Tensor, items: list[dict]) -> tuple[Tensor, RewardError | None, float]:
+    """Scores [B, columns] (NaN if the reward failed), the error if it did, and the seconds that it took."""
+    started, error = time.perf_counter(), None
+    try:
+        scores = reward(videos, [item["prompt"] for item in items], items)
+    except RewardError as failure:
+        scores, error = torch.full((len(items), len(reward.names)), math.nan), failure
+    return scores, error, time.perf_counter() - started
+
+
+def raise_together(own: Exception | None, errors: list[str | None]) -> None:
+    """Raise on every process if one failed: there its own exception, elsewhere its text."""
+    for rank, error in enumerate(errors):
+        if error:
+            raise own or RewardError(f"on process {rank}: {error}")
+
+
+def collect(state: State, config: Config, reward: Reward, items: list[dict], mine: range, phases: dict):
+    """Make this process's videos of an update, and score them in the background while the next ones are made.
+
+    Args: items, the prompts of the global batch; mine, this process's rows of it.
+    Returns the Rollout, the scores [b, columns] and the first RewardError, if there was one.
     """
-    from datetime import timedelta
+    policy, update, size = state.policy, state.counters["update"], config.group_size
+    sde_mask, train_mask = draw_masks(config, update)
+    batch = max(config.micro_batch // size, 1) * size  # whole groups, so that a shared prefix is computed once
+    parts, jobs = [], []
+    with ThreadPoolExecutor(1) as background:
+        for rows in (list(mine[start : start + batch]) for start in range(0, len(mine), batch)):
+            place = [divmod(i, size) for i in rows]  # (prompt slot, sample)
+            # A group that shares its noise starts as one video; otherwise each starts from its own.
+            key = [(slot,) if config.group_noise == "shared" else (slot, sample) for slot, sample in place]
+            starts = [generator(config.seed, "noise", update, *k) for k in key]
+            with timed(phases, "seconds_rollout", policy.device):
+                noise = torch.stack([torch.randn(policy.latent_shape, generator=g) for g in starts]).to(policy.device)
+                texts, keys = [items[i]["prompt"] for i in rows], [(config.seed, "step", update, *p) for p in place]
+                groups = [slot for slot, _ in place]
+                parts.append(rollout(policy, config, texts, noise, sde_mask[rows], keys, train_mask[rows], groups))
+            with timed(phases, "seconds_decode", policy.device):
+                videos = policy.decode(parts[-1].latents)
+            jobs.append(background.submit(score_or_error, reward, videos, [items[i] for i in rows]))
+        with timed(phases, "seconds_reward", policy.device):  # what the rollouts could not hide
+            scores, errors, seconds = zip(*(job.result() for job in jobs), strict=True)
+    phases["seconds_reward_hidden"] = max(0.0, sum(seconds) - phases["seconds_reward"])
+    return Rollout.cat(parts), torch.cat(scores), next(filter(None, errors), None)
 
-    from accelerate import Accelerator, InitProcessGroupKwargs
-    from tqdm import tqdm
 
+# fmt: off
+def learn(
+    state: State, config: Config, rolled: Rollout, texts: list[str], advantages: Tensor, weights: Tensor, total: int
+) -> dict[str, float]:
+    # fmt: on
+    """One optimizer step on this process's transitions. A non-finite gradient skips it, on all processes alike.
+
+    Args: texts [b], advantages [b] and weights [b, N] of this process's videos and their steps; total, the number of
+    transitions in the global batch, over which the loss is a mean.
+    """
+    policy, sigmas = state.policy, make_sigmas(config.num_steps, config.flow_shift)
+    batches, sums, deviation = micro_batches(list(range(len(rolled.states))), policy), torch.zeros(3), 0.0
+    for number, batch in enumerate(batches, 1):
+        for expert in policy.experts if policy.mesh is not None else []:
+            # Reduce gradients once, after the last batch. Shards that are trained whole: each time, or every process
+            # would hold the whole gradient.
+            expert.set_requires_gradient_sync(number == len(batches) or (config.full and policy.mesh.size(1) > 1))
+        rows = torch.isin(rolled.state, torch.tensor(batch, dtype=torch.long)).nonzero()[:, 0]
+        at = rolled.state[rows] - (batch[0] if batch else 0)  # the batch's row of each transition's state
+        one = [int(rows[(at == j).nonzero()[0]]) for j in range(len(batch))]  # some transition of each state
+        x, sigma, prompts = rolled.states[batch], sigmas[rolled.step[one]], [texts[rolled.video[i]] for i in one]
+        v = policy.velocity(x, sigma, prompts)
+        if not batch:
+            v.sum().backward()
+            continue
+        step = (sigmas[rolled.step[rows]], sigmas[rolled.step[rows] + 1], sigmas[1], config.sde, config.eta)
+        mean, std, _ = sde_step(x[at], v[at], *step)
+        log_prob = gaussian_log_prob(rolled.x_next[rows], mean, std)
+        a, w = advantages[rolled.video[rows]].to(x), weights[rolled.video[rows], rolled.step[rows]].to(x)
+        loss, stats = grpo_loss(log_prob, rolled.log_prob[rows], a, w, config.clip_range)
+        kl = torch.zeros_like(loss)
+        if config.kl:  # between Gaussians of one std
+            with torch.no_grad(), policy.reference():
+                reference, _, _ = sde_step(x[at], policy.velocity(x, sigma, prompts)[at], *step)
+            kl = ((mean - reference) ** 2 / (2 * std**2)).flatten(1).mean(1).mean()
+        # FSDP averages gradients over the processes, but this is their sum: each adds its share of the global mean.
+        share = len(rows) / total
+        ((loss + config.kl * kl) * share * state.accelerator.num_processes).backward()
+        sums += share * torch.stack([loss.detach(), kl.detach(), stats["clip_fraction"]]).cpu()
+        deviation = max(deviation, stats["ratio_dev_max"].item())
+    norm = torch.nn.utils.clip_grad_norm_(list(policy.trained.values()), config.max_grad_norm)
+    norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    if math.isfinite(norm):
+        state.optimizer.step()
+    state.counters["bad_updates"] = 0 if math.isfinite(norm) else state.counters["bad_updates"] + 1
+    state.optimizer.zero_grad()
+    gathered = gather_object([(sums, deviation)])
+    loss, kl, clip_fraction = sum(part for part, _ in gathered).tolist()
+    ratio_dev_max = max(largest for _, largest in gathered)
+    return {"loss": loss, "kl": kl, "clip_fraction": clip_fraction, "grad_norm": norm, "ratio_dev_max": ratio_dev_max}
+
+
+def adam_eps_share(optimizer: torch.optim.Optimizer) -> float:
+    """The share of Adam's denominator that epsilon takes, as a mean over this process's trained numbers; 1 = throttled.
+
+    Log-probabilities are averages over the latent (2 million numbers for Wan), so gradients are tiny, and PyTorch's
+    usual epsilon of 1e-8 can outweigh them and turn Adam into slow SGD. Hence the default of 1e-15.
+    """
+    group, shares = optimizer.param_groups[0], []
+    for moments in optimizer.state.values():
+        unbiased = local_slice(moments["exp_avg_sq"])[0] / (1 - group["betas"][1] ** max(1.0, float(moments["step"])))
+        root = unbiased[unbiased > 0].sqrt()  # LoRA's A has no gradient while B is 0
+        shares.append(group["eps"] / (root + group["eps"]))
+    return torch.cat(shares).mean().item()
+
+
+def train(config: Config, progress: bool = True) -> list[dict]:
+    """Train as the Config says; returns metrics.jsonl as a list of dicts, one per update and one per evaluation.
+
+    Writes output_dir/run_name/: config.json, metrics.jsonl, reward.png, before_after.png, videos/, checkpoints/, lora/.
+    Unset fields are filled and all checked first. Raises UserError for wrong settings, RewardError if a reward fails.
+    """
     config = fill(config)
-    validate(config, int(os.environ.get("WORLD_SIZE", 1)))
-    folder = Path(config.output_dir) / config.run_name
-    trackers = None if config.tracker == "none" else config.tracker
-    waiting = InitProcessGroupKwargs(timeout=timedelta(seconds=config.timeout))
+    validate(config, int(os.environ.get("WORLD_SIZE", "1")))
+    folder, tracker = Path(config.output_dir) / config.run_name, None if config.tracker == "none" else config.tracker
+    patience = InitProcessGroupKwargs(timeout=timedelta(seconds=config.timeout))
     accelerator = Accelerator(
-        cpu=not torch.cuda.is_available(), mixed_precision="no", log_with=trackers, project_dir=folder, kwargs_handlers=[waiting]
+        cpu=not torch.cuda.is_available(), log_with=tracker, project_dir=folder, kwargs_handlers=[patience]
     )  # fmt: skip
-    rank, world, is_main, device = (
-        accelerator.process_index,
-        accelerator.num_processes,
-        accelerator.is_main_process,
-        accelerator.device,
-    )
+    device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
+    is_main, mesh = accelerator.is_main_process, None
     say = print if is_main and progress else (lambda *_: None)
-    mesh = None
     if world > 1:
-        from torch.distributed.device_mesh import init_device_mesh
-
-        shard = shard_size_of(config, world)
-        mesh = init_device_mesh(device.type, (world // shard, shard), mesh_dim_names=("replicate", "shard"))
-
-    prompts, held_out = (
-        load_prompts(config.prompts, "prompts", config),
-        load_prompts(config.eval_prompts, "eval_prompts", config),
-    )
+        shards = config.shard_size or int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        mesh = init_device_mesh(device.type, (world // shards, shards), mesh_dim_names=("replicate", "shard"))
+    prompts, held_out = load_prompts(config, "prompts"), load_prompts(config, "eval_prompts")
     reward = Reward(config, device)
-    reward.check(config)
+    reward.check(config, prompts[0])
     policy = WanPolicy(config, device, mesh)
-    policy.encode([p["prompt"] for p in prompts + held_out], accelerator.is_local_main_process, wait_for_all)
-    state = State.new(policy, config)
-    say(describe(config, world, policy))
+    texts = [item["prompt"] for item in prompts + held_out]
+    policy.encode(texts, accelerator.is_local_main_process, accelerator.wait_for_everyone)
+    state, history = State.new(accelerator, policy, config), []
+    counters = state.counters
+    say(describe(config, world))
 
-    # Begin, or continue where the newest whole checkpoint stands.
+    # Begin, or continue from the newest whole checkpoint.
     folder.mkdir(parents=True, exist_ok=True)
-    history, found = [], newest_checkpoint(folder) if config.resume else None
+    found = load_checkpoint(state, config, folder) if config.resume else None
     if found:
-        load_checkpoint(state, config, *found)
-        history = [m for m in map(json.loads, read_lines(folder / "metrics.jsonl")) if m["update"] <= state.update]
-        say(f"resuming at update {state.update} from {found[0]}")
-    elif is_main:
-        write_atomically(folder / "config.json", json.dumps(asdict(config) | versions(), indent=1))
+        counters = state.counters
+        history = [m for m in map(json.loads, read_lines(folder / "metrics.jsonl")) if m["update"] <= counters["update"]]
+        say(f"resuming after update {counters['update']}, from {found}")
+    accelerator.wait_for_everyone()  # all have read the metrics that the main process now rewrites
     if is_main:
-        write_atomically(folder / "metrics.jsonl", "".join(json.dumps(m) + "\n" for m in history))
-    if trackers:
-        accelerator.init_trackers("logs", config={k: v for k, v in settings(config).items() if v is not None})
+        write_atomically(folder / "metrics.jsonl", "".join(f"{json.dumps(m)}\n" for m in history))
+        about = asdict(config) | {"reward_token": None, "made_with": versions()}
+        write_atomically(folder / "config.json", json.dumps(about, indent=1))
+    if tracker:
+        accelerator.init_trackers("logs", {name: value for name, value in settings(config).items() if value is not None})
 
     def log(metrics: dict) -> None:
         history.append(metrics)
         if is_main:
             with open(folder / "metrics.jsonl", "a") as file:
                 file.write(json.dumps(metrics) + "\n")
-            accelerator.log({k: v for k, v in metrics.items() if isinstance(v, (int, float))}, step=metrics["update"])
+            accelerator.log({k: v for k, v in metrics.items() if isinstance(v, int | float)}, step=metrics["update"])
 
     def test() -> None:
-        if not any("eval_reward" in m and m["update"] == state.update for m in history):
-            started = time.perf_counter()
-            result = evaluate(state, config, reward, held_out, folder, rank, world)
-            log({"update": state.update, "nfe": state.nfe} | result | {"seconds_eval": time.perf_counter() - started})
-            warning = collapse(history)
-            if is_main:
-                draw_pictures(folder, history, warning)
-            if warning:
-                say(f"warning: {warning}")
+        if any("eval_reward" in m and m["update"] == counters["update"] for m in history):
+            return  # before the checkpoint that was resumed
+        started = time.perf_counter()
+        result = evaluate(state, config, reward, held_out, folder)
+        log({"update": counters["update"], "nfe": counters["nfe"], **result, "seconds_eval": time.perf_counter() - started})
+        warning = collapse(history)
+        if is_main:
+            draw_pictures(folder, history, warning or folder.name)
+        if warning:
+            say(f"warning: {warning}")
 
-    stopping = []
-    previous = signal.signal(signal.SIGTERM, lambda *_: stopping.append(True)) if config.run_name else None
-    goal = config.max_nfe or config.num_updates
-    bar = tqdm(
-        total=goal,
-        initial=min(goal, state.nfe if config.max_nfe else state.update),
-        disable=not (is_main and progress),
-        unit=" nfe" if config.max_nfe else " updates",
-        dynamic_ncols=True,
-    )
+    stop: list[bool] = []
+    signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
+    unit, goal = ("nfe", config.max_nfe) if config.max_nfe else ("update", config.num_updates)
+    bar = tqdm(total=goal, unit=f" {unit}s", disable=not (is_main and progress), dynamic_ncols=True)
     try:
         state.check_replicas()
         test()
-        while (state.nfe < config.max_nfe) if config.max_nfe else (state.update < config.num_updates):
-            # 1. Videos of the current policy, and their rewards.
-            started, phases, update, nfe = time.perf_counter(), {}, state.update, policy.nfe
-            rolled, scores, error = collect(state, config, reward, prompts, rank, world, phases)
-            gathered = gather_objects((scores.tolist(), str(error) if error else None, bool(stopping)))
-            if config.reward_on_error == "stop":
-                raise_together(error, [e for _, e, _ in gathered])
-            if any(stop for _, _, stop in gathered):
-                say(f"SIGTERM: stopping at update {state.update}; --resume continues")
+        while counters[unit] < goal:
+            bar.update(counters[unit] - bar.n)
+            # 1. Videos of the current policy, and their scores.
+            started, phases, update, evaluated, policy.seconds = time.perf_counter(), {}, counters["update"], policy.nfe, 0.0
+            items = draw_prompts(config, prompts, update)
+            mine = range(rank * len(items) // world, (rank + 1) * len(items) // world)
+            rolled, scores, error = collect(state, config, reward, items, mine, phases)
+            gathered = gather_object([(scores.tolist(), error and str(error), bool(stop))])
+            if any(stopped for *_, stopped in gathered):
+                say(f"SIGTERM: stopping after update {update}; continue with --resume")
                 break
-            # 2. Advantages within each prompt's group; groups that lost a reward are left out.
-            scores = torch.tensor([row for part, _, _ in gathered for row in part]).reshape(
-                -1, len(reward.names + reward.extra)
-            )
-            group = torch.arange(len(scores)) // config.group_size
+            scores = torch.tensor([row for rows, *_ in gathered for row in rows])
+            # 2. Advantages within each prompt's group. A group that lost a reward is left out, or the run stops.
+            group = torch.arange(len(items)) // config.group_size
             failed = scores.isnan().any(1).view(-1, config.group_size).any(1)
-            kept = ~failed[group]
-            if not kept.any():
-                raise RewardError(
-                    f"the reward failed for every group of update {update}: {[e for _, e, _ in gathered if e][:1]}"
-                )
+            if config.reward_on_error == "stop" or failed.all():
+                raise_together(error, [text for _, text, _ in gathered])
+            kept, advantages = ~failed[group], torch.zeros(len(items))
             rewards = reward.mix(scores[kept])
-            advantages = torch.zeros(len(scores))
             advantages[kept] = group_advantages(rewards, group[kept], config.adv_std)
-            # 3. Weights: the gradient scale of each trained step, divided out; mean 1 over the global batch.
+            # 3. Weights that divide the gradient scale of each trained step out, with mean 1 over the global batch.
             train_mask = draw_masks(config, update)[1] & kept[:, None]
-            weights, total = torch.zeros(train_mask.shape), int(train_mask.sum())
-            scale = grad_scales(config)[train_mask.nonzero()[:, 1]]
-            weights[train_mask] = rectification_weights(scale) if config.rectify else torch.ones(total)
+            weights, scales = torch.zeros(train_mask.shape), grad_scales(config).expand(train_mask.shape)[train_mask]
+            weights[train_mask] = rectification_weights(scales) if config.rectify else torch.ones(len(scales))
             # 4. The loss and the step.
-            mine = slice(rank * len(scores) // world, (rank + 1) * len(scores) // world)
-            texts = [item["prompt"] for item in draw_prompts(config, prompts, update)[mine]]
-            first_pass = None
+            texts, here = [items[i]["prompt"] for i in mine], slice(mine.start, mine.stop)
             with timed(phases, "seconds_train", device):
-                for epoch in range(config.ppo_epochs):
-                    stats = learn(state, config, rolled, texts, advantages[mine], weights[mine], total, world)
-                    first_pass = stats if epoch == 0 else first_pass
-            state.update += 1
-            if state.update % config.ema_every == 0:
-                step_moving_average(state, config)
+                one_pass = (rolled, texts, advantages[here], weights[here], len(scales))
+                passes = [learn(state, config, *one_pass) for _ in range(config.ppo_epochs)]
+            counters["update"] += 1
+            if counters["update"] % config.ema_every == 0:
+                state.step_ema(config.ema_decay)
             # 5. What happened.
-            reduced = gather_objects(
-                (policy.nfe - nfe, stats["loss"], stats["clip_fraction"], stats["kl"], first_pass["ratio_dev_max"])
-            )
-            state.nfe += sum(r[0] for r in reduced)
-            spread = scores[kept].view(-1, config.group_size, scores.shape[1])[:, :, 0]
+            counters["nfe"] += sum(gather_object([policy.nfe - evaluated]))
+            by_group = rewards.view(-1, config.group_size)
             metrics = {
-                "update": state.update, "nfe": state.nfe, "reward_mean": rewards.mean().item(), "reward_std": rewards.std().item(),
-                "loss": sum(r[1] for r in reduced), "grad_norm": stats["grad_norm"],
-                "ratio_dev_max": max(r[4] for r in reduced), "clip_fraction": sum(r[2] for r in reduced),
-                "zero_std_groups": int((spread == spread[:, :1]).all(1).sum()), "dropped_groups": int(failed.sum()),
-                "bad_updates": state.bad_updates, "adam_eps_share": adam_eps_share(state.optimizer),
-                "seconds": time.perf_counter() - started, **phases,
+                "update": counters["update"], "nfe": counters["nfe"], "reward_mean": rewards.mean().item(),
+                "reward_std": rewards.std().item(), **passes[-1], "ratio_dev_max": passes[0]["ratio_dev_max"],
+                "zero_std_groups": int((by_group == by_group[:, :1]).all(1).sum()), "dropped_groups": int(failed.sum()),
+                "bad_updates": counters["bad_updates"], "adam_eps_share": adam_eps_share(state.optimizer),
+                "seconds": time.perf_counter() - started, "seconds_transformer": policy.seconds, **phases,
             }  # fmt: skip
-            if config.kl:
-                metrics["kl"] = sum(r[3] for r in reduced)
-            if len(reward.names + reward.extra) > 1:
-                metrics |= {
-                    f"reward/{name}": scores[kept][:, i].mean().item()
-                    for i, name in enumerate(reward.names + reward.extra)
-                }
-            log(metrics)
+            log(metrics | reward.columns("reward/", scores[kept]))
+            bar.set_postfix({key: f"{metrics[key]:.2e}" for key in ("reward_mean", "loss", "grad_norm")})
             if update == 0 and metrics["ratio_dev_max"] > config.clip_range:
-                say(RATIO_WARNING.format(metrics["ratio_dev_max"], config.clip_range))
-            bar.update(min(goal, state.nfe if config.max_nfe else state.update) - bar.n)
-            bar.set_postfix(
-                reward=f"{metrics['reward_mean']:.3f}",
-                loss=f"{metrics['loss']:.4f}",
-                grad=f"{metrics['grad_norm']:.1e}",
-            )
-            if state.bad_updates >= config.max_bad_updates:
-                raise RuntimeError(
-                    f"{state.bad_updates} updates in a row had a non-finite gradient; the checkpoint is kept"
-                )
-            if config.eval_every and state.update % config.eval_every == 0:
+                say(f"warning: ratio_dev_max is {metrics['ratio_dev_max']:.1e} on the first pass, {RATIO_WARNING}")
+            if counters["bad_updates"] >= config.max_bad_updates:
+                raise FloatingPointError(f"{config.max_bad_updates} updates in a row had a non-finite gradient")
+            if config.eval_every and counters["update"] % config.eval_every == 0:
                 test()
-            if config.save_every and state.update % config.save_every == 0:
-                save_checkpoint(state, config, folder, is_main)
+            if config.save_every and counters["update"] % config.save_every == 0:
+                save_checkpoint(state, config, folder)
         else:
             test()
-        save_checkpoint(state, config, folder, is_main)
-    except (RewardError, RuntimeError):
-        if not isinstance(
-            sys.exc_info()[1], torch.distributed.DistError
-        ):  # a dead peer cannot take part in a checkpoint
-            save_checkpoint(state, config, folder, is_main)
+        save_checkpoint(state, config, folder)
+    except (RewardError, FloatingPointError):
+        save_checkpoint(state, config, folder)
         raise
     finally:
+        bar.update(min(counters[unit], goal) - bar.n)
         bar.close()
-        signal.signal(signal.SIGTERM, previous)
-        if trackers:
-            accelerator.end_training()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        accelerator.end_training()
     say(summary(history, folder))
     return history
 
 
-RATIO_WARNING = """\
-warning: ratio_dev_max is {:.1e} on the very first pass, above the clip range {:g}. The rollout's and the training pass's
-log-probabilities differ by rounding alone, so PPO clips gradients that are on-policy and much of the batch teaches nothing.
-Use --dtype fp32, a larger --clip_range, or the same --micro_batch shape in both."""
-
-
-def grad_scales(config: Config) -> Tensor:
-    """lambda of every step of the schedule, float64 [N] (infinite where a step has no noise)."""
-    sigmas = make_sigmas(config.num_steps, config.flow_shift)
-    _, b, std = sde_coefficients(sigmas[:-1], sigmas[1:], sigmas[1].expand(config.num_steps), config.sde, config.eta)
-    return b.abs() / std
-
-
-def draw_prompts(config: Config, prompts: list[dict], update: int) -> list[dict]:
-    """The prompt of each video of an update's global batch: a fresh shuffle of the list, group_size times each."""
-    order = torch.randperm(len(prompts), generator=generator(config.seed, "prompts", update)).tolist()
-    return [
-        prompts[order[slot % len(order)]] for slot in range(config.prompts_per_update) for _ in range(config.group_size)
-    ]
+RATIO_WARNING = """above the clip range. The log-probabilities of rollout and training
+differ by rounding, so PPO clips gradients that are on-policy and much of the batch teaches nothing. Use --dtype fp32, or
+a larger --clip_range."""
 
 
 def collapse(history: list[dict]) -> str:
     """A warning if training destroys what it should improve, else an empty text."""
     tests = [m for m in history if "eval_reward" in m]
-    worse = [m["eval_reward"] < tests[0]["eval_reward"] for m in tests[1:]]
-    if len(worse) >= 3 and all(worse[-3:]):
-        return "collapse? held-out reward was below its start in the last three evaluations; try a smaller --lr"
+    if len(tests) > 3 and all(m["eval_reward"] < tests[0]["eval_reward"] for m in tests[-3:]):
+        return "collapse? held-out reward was below its start three times in a row; try a smaller --lr"
     if tests[-1]["eval_pixel_std"] < 0.1 * tests[0]["eval_pixel_std"]:
-        return "collapse? the videos' pixels hardly vary any more; try a smaller --lr or --kl"
+        return "collapse? the videos' pixels hardly vary any more; try a smaller --lr, or --kl"
     return ""
 
 
 def summary(history: list[dict], folder: Path) -> str:
     """The table at the end of a run."""
     tests, updates = [m for m in history if "eval_reward" in m], [m for m in history if "reward_mean" in m]
-    first, last = tests[0], tests[-1]
-    gain = [b - a for a, b in zip(first["eval_rewards"], last["eval_rewards"])]
-    rows = [
-        ("held-out reward before", f"{first['eval_reward']:.3f} +- {first['eval_ci']:.3f}"),
-        (f"held-out reward after {last['update']} updates", f"{last['eval_reward']:.3f} +- {last['eval_ci']:.3f}"),
-        ("gain, prompt by prompt", f"{sum(gain) / len(gain):.3f} +- {confidence(gain):.3f}   (95 % interval over {len(gain)} prompts)"),
-        ("transformer evaluations", f"{last['nfe']:,}"),
-    ]  # fmt: skip
-    for name in ("seconds_rollout", "seconds_decode", "seconds_reward", "seconds_train", "seconds"):
-        rows.append(
-            (
-                name.replace("_", " in ") if "_" in name else "seconds in all updates",
-                f"{sum(m[name] for m in updates):.1f}",
-            )
-        )
-    rows.append(("files", f"{folder}/  (reward.png, before_after.png, videos/, lora/, metrics.jsonl)"))
-    return "\n" + "\n".join(f"{name:<34} {value}" for name, value in rows)
+    before, after = tests[0], tests[-1]
+    gains = [b - a for a, b in zip(before["eval_rewards"], after["eval_rewards"], strict=True)]
+    rows = {f"held-out reward after {m['update']} updates": f"{m['eval_reward']:.3f} +- {m['eval_ci']:.3f}" for m in (before, after)}
+    rows[f"its gain, over {len(gains)} prompts"] = "{:.3f} +- {:.3f} (95 % interval)".format(*mean_and_interval(gains))
+    rows["transformer evaluations"] = f"{history[-1]['nfe']:,}"
+    total = {name: sum(m[f"seconds_{name}"] for m in updates) for name in ("rollout", "decode", "reward", "train")}
+    rows["seconds"] = ", ".join(f"{name} {seconds:.1f}" for name, seconds in total.items())
+    rows["files"] = f"{folder}: reward.png, before_after.png, videos/, lora/, metrics.jsonl"
+    return "\n" + "\n".join(f"{name:<36} {value}" for name, value in rows.items())
 
 
 def versions() -> dict:
-    """What a run was made with: packages, and the commit of this file where it is under git."""
-    import subprocess
-    from importlib.metadata import PackageNotFoundError, version
+    """What a run was made with: the packages, and this file's commit where it is under git."""
+    from importlib.metadata import version
+    from subprocess import run
 
-    found = {}
-    for package in ("torch", "diffusers", "transformers", "accelerate", "peft"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    here = Path(__file__).resolve().parent
-    commit = subprocess.run(["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    return {"versions": found, "python": sys.version.split()[0], "commit": commit or None}
+    git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
+    commit = run(git, capture_output=True, text=True, check=False).stdout.strip() if shutil.which("git") else ""
+    packages = ("torch", "diffusers", "transformers", "accelerate", "peft")
+    return {name: version(name) for name in packages} | {"commit": commit}
 
 
-def read_lines(path: Path) -> list[str]:
-    """The whole lines of a file that a killed process may have left in the middle of one; none if it is missing."""
-    text = path.read_text() if path.exists() else ""
-    return text[: text.rfind("\n") + 1].splitlines()
-
-
-# ======================================================================================================================
-# The plan and the cost
-# ======================================================================================================================
+# ==== Plan and cost ===================================================================================================
 
 
 def forward_flops(arch: dict, latent_shape: tuple[int, ...], text_length: int = 512) -> float:
-    """FLOPs of one Wan forward pass of one video (2 per multiply-add), from the architecture.
+    """FLOPs (2 per multiply-add) of a Wan transformer's forward pass on one video, from its architecture.
 
-    Per token and layer: 4 d^2 self-attention projections, 2 d^2 of cross-attention, 2 d f feed-forward, and 2 L d (L tokens) +
-    2 S d (S text tokens) attention; the text's keys and values, the embeddings and the output projection beside it.
+    With L tokens of width d, S text tokens and feed-forward width f, a layer has per token 4 d^2 in self-attention's
+    projections, 2 d^2 in cross-attention's, 2 d f in the feed-forward and 2 (L + S) d in attention itself; the text's
+    keys and values add 2 d^2 per text token. Patches, embeddings of text and time, and the output come on top.
     """
-    arch = dict(patch_size=(1, 2, 2), in_channels=16, out_channels=16, text_dim=4096, freq_dim=256) | dict(arch)
-    d, f, layers = arch["num_attention_heads"] * arch["attention_head_dim"], arch["ffn_dim"], arch["num_layers"]
-    patch = math.prod(arch["patch_size"])
-    tokens = math.prod(n // p for n, p in zip(latent_shape[1:], arch["patch_size"]))
-    block = tokens * (6 * d * d + 2 * d * f + 2 * tokens * d + 2 * text_length * d) + 2 * text_length * d * d
-    ends = tokens * patch * d * (arch["in_channels"] + arch["out_channels"])
-    text_and_time = text_length * (arch["text_dim"] * d + d * d) + arch["freq_dim"] * d + d * d + 6 * d * d
-    return 2.0 * (layers * block + ends + text_and_time)
-
-
-def parameter_count(arch: dict) -> int:
-    """Parameters of a Wan transformer, counted on the meta device."""
-    from accelerate import init_empty_weights
-    from diffusers import WanTransformer3DModel
-
-    with init_empty_weights():
-        return sum(p.numel() for p in WanTransformer3DModel.from_config(arch).parameters())
+    arch = {"patch_size": (1, 2, 2), "in_channels": 16, "out_channels": 16, "text_dim": 4096, "freq_dim": 256} | dict(arch)
+    d, f, patch = arch["num_attention_heads"] * arch["attention_head_dim"], arch["ffn_dim"], arch["patch_size"]
+    tokens = math.prod(n // p for n, p in zip(latent_shape[1:], patch, strict=True))
+    layer = tokens * (6 * d * d + 2 * d * f + 2 * (tokens + text_length) * d) + text_length * 2 * d * d
+    ends = tokens * math.prod(patch) * d * (arch["in_channels"] + arch["out_channels"])
+    embedders = text_length * (arch["text_dim"] * d + d * d) + arch["freq_dim"] * d + 7 * d * d
+    return 2.0 * (arch["num_layers"] * layer + ends + embedders)
 
 
 def cost_plan(config: Config, num_gpus: int, peak: float = 989e12, share: float = 0.4) -> dict:
-    """What a run would take: evaluations, FLOPs, GPU-hours, and bytes per GPU for weights, gradients and optimizer.
+    """What a preset's run takes: evaluations, FLOPs, bytes per GPU, traffic and hours.
 
-    Args: config (a preset); num_gpus; peak FLOP/s of a GPU (bf16, H100 or H200) and the share of it that is reached.
-    Processes beyond one per video have nothing to do, which bounds the speed-up.
+    Args: num_gpus; peak, FLOP/s of a GPU (bf16 without sparsity on an H100 or H200); share, how much of it is reached.
+    An update has one job per video, so more GPUs than that idle: busy_gpus.
     """
     config = fill(config)
-    arch = ARCHITECTURES.get(config.model, {})
-    experts = 2 if config.model == "wan2.2-a14b" else 1
+    arch, experts = ARCHITECTURES[config.model], 2 if config.model == "wan2.2-a14b" else 1
     space, frames = {"tiny": (1, 1), "wan2.2-5b": (16, 4)}.get(config.model, (8, 4))
-    latent = (
-        arch.get("in_channels", 16),
-        (config.num_frames - 1) // frames + 1,
-        config.height // space,
-        config.width // space,
-    )
-    flops, count = forward_flops(arch, latent, 5 if config.model == "tiny" else 512), parameter_count(arch) * experts
-    d = arch["num_attention_heads"] * arch["attention_head_dim"]
-    trained = count if config.full else 2 * 4 * 2 * d * config.lora_rank * arch["num_layers"] * experts
-    shard = min(config.shard_size or min(num_gpus, 8), num_gpus)
-    videos, nfe = config.prompts_per_update * config.group_size, evaluations(config)
-    weights = (4 if config.full or config.dtype == "fp32" else 2) * count / shard
-    busy = min(num_gpus, videos)
+    size = ((config.num_frames - 1) // frames + 1, config.height // space, config.width // space)
+    with init_empty_weights():
+        model = WanTransformer3DModel(**arch)
+    parameters = experts * sum(p.numel() for p in model.parameters())
+    flops = forward_flops(model.config, (model.config.in_channels, *size), 5 if config.model == "tiny" else 512)
+    width, targets = arch["num_attention_heads"] * arch["attention_head_dim"], len(config.lora_targets.split(","))
+    trained = parameters if config.full else experts * arch["num_layers"] * 2 * targets * 2 * width * config.lora_rank
+    shards = min(config.shard_size or 8, num_gpus)
+    weights = parameters * (2 if config.dtype == "bf16" and not config.full else 4) / shards
+    nfe, busy = evaluations(config), min(num_gpus, config.prompts_per_update * config.group_size)
     hours = nfe * flops / (peak * share) / 3600
-    return dict(
-        num_gpus=num_gpus, shard_size=shard, replicas=num_gpus // shard, latent_shape=latent,
-        tokens=math.prod(n // p for n, p in zip(latent[1:], arch.get("patch_size", (1, 2, 2)))), parameters=count, trained=trained,
-        forward_flops=flops, nfe_per_update=nfe, weight_bytes=weights, gradient_bytes=4 * trained / shard,
-        optimizer_bytes=12 * trained / shard, busy_gpus=busy, gpu_hours_per_update=hours, hours_per_update=hours / busy,
-        gpu_hours=hours * config.num_updates, gathered_bytes_per_forward=(shard - 1) * weights,
-    )  # fmt: skip
+    return {
+        "replicas": num_gpus // shards, "shards": shards, "parameters": parameters, "trained": trained,
+        "tokens": math.prod(n // p for n, p in zip(size, model.config.patch_size, strict=True)),
+        "forward_flops": flops, "nfe_per_update": nfe, "weight_bytes": weights, "gradient_bytes": 4 * trained / shards,
+        "optimizer_bytes": 12 * trained / shards, "gathered_bytes_per_forward": (shards - 1) * weights, "busy_gpus": busy,
+        "gpu_hours_per_update": hours, "hours_per_update": hours / busy, "gpu_hours": hours * config.num_updates,
+    }  # fmt: skip
 
 
-def describe(config: Config, num_gpus: int, policy: WanPolicy | None = None) -> str:
-    """The settings that were filled in and the plan, as printed at the start of a run and by --dry_run."""
-    filled = "  ".join(
-        f"{k}={v}" for k, v in asdict(config).items() if v is not None and k not in ("dry_run", "host", "port")
-    )
-    lines = [f"settings: {filled}", f"flow shift {config.flow_shift:g} for {config.height} x {config.width} pixels"]
-    if config.model in ARCHITECTURES:
-        plan = cost_plan(config, num_gpus)
-        lines += [
-            f"mesh: {plan['replicas']} replicas x {plan['shard_size']} shards; {plan['parameters']:,} parameters, {plan['trained']:,} trained",
-            "bytes per process: weights {weight_bytes:.3g}, gradients {gradient_bytes:.3g}, optimizer and EMA {optimizer_bytes:.3g}".format(
-                **plan
-            ),
-            "an update: {nfe_per_update:,} transformer evaluations of {forward_flops:.3g} FLOPs ({tokens:,} tokens)".format(
-                **plan
-            ),
-        ]
-        if config.dry_run:
-            lines.append(
-                "at 40 % of 989 TFLOP/s: {gpu_hours_per_update:.3g} GPU-hours an update, {gpu_hours:.3g} a run; "
-                "{hours_per_update:.3g} hours an update on {num_gpus} GPUs, {busy_gpus} of them busy".format(**plan)
-            )
-    return "\n".join(lines)
+PLAN = """\
+mesh {replicas} replicas x {shards} shards, {parameters:,} parameters, {trained:,} trained
+bytes a GPU: weights {weight_bytes:.2e}, gradients {gradient_bytes:.2e}, optimizer and EMA {optimizer_bytes:.2e}
+an update: {nfe_per_update:,} transformer evaluations of {forward_flops:.2e} FLOPs ({tokens:,} tokens)"""
+HOURS = """
+at 40 % of 989 TFLOP/s: {gpu_hours_per_update:.3g} GPU-hours an update and {gpu_hours:.3g} a run; an update takes
+{hours_per_update:.3g} hours with {busy_gpus} GPUs busy"""
 
 
-def bench(config: Config) -> None:
-    """Train a few updates and print where their seconds went, and the share outside transformer, decoder and reward."""
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        config = dataclasses.replace(
-            config, output_dir=folder, num_updates=6, eval_every=0, eval_videos=0, tracker="none"
-        )
-        updates = [m for m in train(config, progress=False) if "reward_mean" in m][1:]
-    mean = {key: sum(m[key] for m in updates) / len(updates) for key in updates[0] if key.startswith("seconds")}
-    for name, seconds in mean.items():
-        print(f"{name:<22} {seconds:8.3f} s  {seconds / mean['seconds']:6.1%}")
-    outside = mean["seconds"] - mean["seconds_transformer"] - mean["seconds_decode"] - mean["seconds_reward"]
-    print(f"{'outside transformer, decoder and reward':<40} {outside / mean['seconds']:6.1%}")
+def describe(config: Config, num_gpus: int) -> str:
+    """The settings after filling and the plan, as printed at the start of a run and by --dry_run."""
+    text = "  ".join(f"{name}={value}" for name, value in settings(config).items() if value is not None)
+    text += f"\nflow shift {config.flow_shift:g} for {config.height} x {config.width} pixels\n"
+    plan = (PLAN + HOURS * config.dry_run) if config.model in ARCHITECTURES else ""
+    return text + plan.format(**cost_plan(config, num_gpus)) if plan else text
 
 
 def main(job: str, config: Config) -> int:
@@ -2444,17 +2013,13 @@ def main(job: str, config: Config) -> int:
     try:
         if job == "serve":
             serve(config)
-        elif job == "bench":
-            bench(config)
         elif config.dry_run:
-            print(describe(config, config.num_gpus or int(os.environ.get("WORLD_SIZE", 1))))
+            print(describe(config, config.num_gpus or int(os.environ.get("WORLD_SIZE", "1"))))
         else:
             train(config)
     except UserError as error:
         print(f"flash_grpo.py: error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 130
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
