@@ -4,9 +4,7 @@
     accelerate launch flash_grpo.py --model wan1.3b --reward pickscore  # a real Wan on the GPUs of this machine
     accelerate launch flash_grpo.py --model wan14b --reward http://127.0.0.1:8000  # sharded; HPSv3 behind a server
     accelerate launch flash_grpo.py --method flow                       # its neighbours: flow, dance, mix, mix-flash
-    python flash_grpo.py --model wan14b --num_gpus 8 --dry_run          # the plan and the cost, without weights
     python flash_grpo.py serve --reward hpsv3 --port 8000               # a reward behind HTTP, in its own environment
-    python flash_grpo.py bench                                          # where the seconds of an update go
 
 Flash-GRPO (He et al., ICML 2026, arXiv 2605.15980) is GRPO for flow-matching models with three changes:
 
@@ -25,6 +23,7 @@ import argparse
 import dataclasses
 import difflib
 import hashlib
+import hmac
 import inspect
 import json
 import math
@@ -40,8 +39,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 # ==== Configuration ===================================================================================================
 
@@ -71,9 +73,7 @@ class Config:
     cfg_batch: bool | None = None  # guidance's two forwards in one batch instead of one after the other
 
     # Method: a row of METHODS, each part of which can be set on its own
-    method: str | None = (
-        None  # which row; by default flash, for tiny flash-shared {flash|flash-shared|flow|dance|mix|mix-flash}
-    )
+    method: str | None = None  # a row of METHODS; by default flash, and for tiny flash-shared
     sde: str | None = None  # noise of a stochastic step, see sde_coefficients {wan|flow|dance|cps}
     eta: float | None = None  # noise level of flow (0.7), dance (0.3) and cps (0.7); wan has none {0<..}
     window: str | None = None  # steps that may be stochastic, as start:stop; by default the first half
@@ -96,7 +96,7 @@ class Config:
     micro_batch: int | None = None  # videos per forward pass of one process {1..}
     lr: float | None = None  # AdamW's learning rate {0<..}
     weight_decay: float = 1e-4  # AdamW's weight decay {0..}
-    adam_eps: float = 1e-15  # AdamW's epsilon, see adam_eps_share {0<..}
+    adam_eps: float = 1e-15  # AdamW's epsilon; gradients of averaged log-probabilities are tiny {0<..}
     max_grad_norm: float = 1.0  # gradient norm above which it is clipped {0<..}
     clip_range: float = 1e-3  # PPO's clip; small because log-probabilities are averages over the latent {0<..}
     adv_std: str = "global"  # standard deviation in the advantage: of the whole batch or of the group {global|group}
@@ -116,9 +116,7 @@ class Config:
     reward: str | None = None  # name[@model][:weight],.. or file.py:function (it is run) or http://host:port,..
     reward_mix: str = "standardize"  # of several rewards, each standardized over the batch or not {standardize|raw}
     reward_frames: int = 8  # evenly spaced frames that image rewards look at {1..}
-    reward_top: float | None = (
-        None  # share of the best frames that is averaged; by default 0.3 for hpsv3, else 1 {0<..1}
-    )
+    reward_top: float | None = None  # share of the best frames that counts; 0.3 for hpsv3, else 1 {0<..1}
     reward_on_error: str = "stop"  # or drop the groups whose reward failed {stop|drop}
     reward_timeout: float = 300.0  # seconds for a request to a reward server {0<..}
     reward_token: str | None = None  # secret shared with the reward server; or FLASH_GRPO_TOKEN in the environment
@@ -136,9 +134,7 @@ class Config:
     tracker: str = "tensorboard"  # where Accelerate logs besides metrics.jsonl {tensorboard|wandb|none}
     fps: int | None = None  # frames a second of the saved videos {1..}
 
-    # Side jobs
-    dry_run: bool = False  # print the plan and the cost, and stop
-    num_gpus: int | None = None  # GPUs that --dry_run plans for {1..}
+    # Reward server
     host: str = "127.0.0.1"  # serve: address to listen on
     port: int = 8000  # serve: port to listen on {0..65535}
 
@@ -301,7 +297,7 @@ def validate(config: Config, world_size: int = 1) -> None:
     load_prompts(config, "prompts")
     load_prompts(config, "eval_prompts")
     folder = Path(config.output_dir) / config.run_name
-    free = config.resume or config.dry_run or not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    free = config.resume or not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
     need(free, "run_name", f"{folder} already holds a run; continue it with --resume or take another name")
 
 
@@ -355,9 +351,9 @@ def load_prompts(config: Config, flag: str) -> list[dict]:
 
 
 def parse_args(argv: list[str]) -> tuple[str, Config]:
-    """The job (train, serve, bench) and the filled Config of a command line. Exits with 2 on an error, 0 after help."""
-    job, argv = (argv[0], argv[1:]) if argv[:1] in (["serve"], ["bench"]) else ("train", argv)
-    usage = "flash_grpo.py [serve | bench] [--flag value ...]; a switch --x is turned off by --no_x"
+    """The job (train, serve) and the filled Config of a command line. Exits with 2 on an error, 0 after help."""
+    job, argv = (argv[0], argv[1:]) if argv[:1] == ["serve"] else ("train", argv)
+    usage = "flash_grpo.py [serve] [--flag value ...]; a switch --x is turned off by --no_x"
     parser = argparse.ArgumentParser(
         usage=usage, add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
     )
@@ -387,7 +383,7 @@ def parse_args(argv: list[str]) -> tuple[str, Config]:
             parser.epilog = f"In brackets: the values for --model {config.model} --method {config.method}."
             parser.print_help()
             sys.exit(0)
-        validate(replace(config, dry_run=config.dry_run or job != "train"), int(os.environ.get("WORLD_SIZE", "1")))
+        validate(replace(config, resume=config.resume or job != "train"), int(os.environ.get("WORLD_SIZE", "1")))
     except UserError as problem:
         print(f"flash_grpo.py: error: {problem}", file=sys.stderr)
         sys.exit(2)
@@ -1085,28 +1081,20 @@ class HttpReward:
 
     def __init__(self, urls: str, config: Config):
         self.urls, self.calls, self.timeout = urls.split(","), 0, config.reward_timeout
-        token = config.reward_token or os.environ.get("FLASH_GRPO_TOKEN", "")
-        self.headers = {"Authorization": f"Bearer {token}"}
+        self.headers = {"Authorization": f"Bearer {config.reward_token or os.environ.get('FLASH_GRPO_TOKEN', '')}"}
 
     def __call__(self, videos: Tensor, prompts: list[str], metadata: list[dict]) -> dict[str, Tensor]:
-        from urllib.error import HTTPError
-        from urllib.request import Request, urlopen
-
         asked = {"shape": list(videos.shape), "prompts": prompts, "metadata": metadata}
         body, reason = json.dumps(asked).encode() + b"\n" + videos.numpy().tobytes(), ""
         self.calls += 1
         for attempt in range(5):
-            url = self.urls[(self.calls + attempt) % len(self.urls)].strip("/ ")
+            url = self.urls[(self.calls + attempt) % len(self.urls)].strip("/ ") + "/score"
             try:
-                with urlopen(Request(f"{url}/score", body, self.headers), timeout=self.timeout) as reply:
+                with urlopen(Request(url, body, self.headers), timeout=self.timeout) as reply:
                     scores = json.loads(reply.read(1 << 24))
                     return {name: torch.tensor(values, dtype=torch.float32) for name, values in scores.items()}
-            except HTTPError as error:
-                reason = f"{url} answered {error.code} {error.read(2000).decode(errors='replace')}"
-                if error.code < 500:  # refused, so asking again is no use
-                    break
-            except (OSError, ValueError, TypeError, AttributeError) as error:
-                reason = f"{url}: {error}"
+            except (OSError, ValueError, TypeError, AttributeError) as error:  # also what the server answers but 200
+                reason = f"{url}: {error} {error.read(999).decode() if isinstance(error, HTTPError) else ''}"
             time.sleep(0.5 * 2**attempt)
         raise RewardError(f"no scores from a server: {reason}")
 
@@ -1171,10 +1159,9 @@ class Reward:
             parts = (parts - mean) / (std + 1e-6)
         return parts @ self.weights
 
-    def columns(self, prefix: str, scores: Tensor) -> dict[str, float]:
-        """Each column's mean for the metrics, if there is more than the reward itself."""
-        means = {f"{prefix}{name}": mean for name, mean in zip(self.names, scores.mean(0).tolist(), strict=True)}
-        return means if len(means) > 1 else {}
+    def by_name(self, scores: Tensor) -> dict[str, list[float]]:
+        """The columns by name, if there is more than the reward itself."""
+        return dict(zip(self.names, scores.T.tolist(), strict=True)) if len(self.names) > 1 else {}
 
     def check(self, config: Config, item: dict) -> None:
         """Score a blank and a noise video before anything is trained. Raises UserError if that fails."""
@@ -1188,14 +1175,9 @@ class Reward:
 
 def serve(config: Config) -> None:
     """Answer POST /score (a line of JSON, then raw uint8 frames) with JSON scores, and GET /health. Never unpickles."""
-    import hmac
-    import threading
-    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
     reward = Reward(config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     reward.standardize = False  # a request is no batch
-    secret = config.reward_token or os.environ.get("FLASH_GRPO_TOKEN", "")
-    one_at_a_time, limit = threading.Lock(), 2 << 30
+    token, limit = config.reward_token or os.environ.get("FLASH_GRPO_TOKEN", ""), 2 << 30
 
     class Handler(BaseHTTPRequestHandler):
         timeout = 60  # seconds that a client may stay silent
@@ -1208,12 +1190,11 @@ def serve(config: Config) -> None:
             self.wfile.write(body)
 
         def do_GET(self) -> None:
-            known = self.path == "/health"
-            self.answer(200 if known else 404, {"reward": config.reward} if known else {"error": "no such page"})
+            self.answer(200 if self.path == "/health" else 404, {"reward": config.reward})
 
         def do_POST(self) -> None:
             length, sent = self.headers.get("Content-Length", ""), self.headers.get("Authorization", "")
-            if secret and not hmac.compare_digest(sent.encode(), f"Bearer {secret}".encode()):
+            if token and not hmac.compare_digest(sent.encode(), f"Bearer {token}".encode()):
                 return self.answer(401, {"error": "wrong or missing token"})
             if not length.isdecimal() or int(length) > limit:
                 return self.answer(413, {"error": f"send a Content-Length of at most {limit}"})
@@ -1221,20 +1202,14 @@ def serve(config: Config) -> None:
                 header, _, frames = self.rfile.read(int(length)).partition(b"\n")
                 asked = json.loads(header)
                 videos = torch.frombuffer(bytearray(frames), dtype=torch.uint8).view(asked["shape"])
-                count = len(asked["prompts"])
-                if videos.ndim != 5 or len(videos) != count or len(asked["metadata"]) != count:
+                if videos.ndim != 5 or not len(videos) == len(asked["prompts"]) == len(asked["metadata"]):
                     raise ValueError("shape, prompts and metadata do not agree")
-            except (ValueError, KeyError, TypeError, RuntimeError) as error:
-                return self.answer(400, {"error": f"no request for scores: {error}"})
-            try:
-                with one_at_a_time:
-                    scores = reward(videos, asked["prompts"], asked["metadata"])
-            except RewardError as error:
-                return self.answer(500, {"error": str(error)})
-            parts = {name: column.tolist() for name, column in zip(reward.names, scores.T, strict=True)}
-            return self.answer(200, {"total": reward.mix(scores).tolist()} | (parts if len(parts) > 1 else {}))
+                scores = reward(videos, asked["prompts"], asked["metadata"])
+            except Exception as error:
+                return self.answer(500 if isinstance(error, RewardError) else 400, {"error": str(error)})
+            return self.answer(200, {"total": reward.mix(scores).tolist()} | reward.by_name(scores))
 
-    with ThreadingHTTPServer((config.host, config.port), Handler) as server:
+    with HTTPServer((config.host, config.port), Handler) as server:
         print(
             f"reward {config.reward} at http://{config.host}:{server.server_port} (POST /score, GET /health)",
             flush=True,
@@ -1447,7 +1422,7 @@ class State:
 # What a resumed run may change: where, how long and how fast it runs, not what comes out.
 FREE = """num_updates max_nfe micro_batch cfg_batch gradient_checkpointing compile shard_size timeout max_bad_updates
 reward_on_error reward_timeout reward_token eval_every eval_videos save_every keep output_dir run_name resume tracker fps
-dry_run num_gpus host port""".split()
+host port""".split()
 
 
 def settings(config: Config) -> dict:
@@ -1576,7 +1551,7 @@ def evaluate(state: State, config: Config, reward: Reward, prompts: list[dict], 
         write_atomically(target / "index.jsonl", "".join(f"{json.dumps(row)}\n" for row in index[: config.eval_videos]))
     mean, half_width = mean_and_interval(rewards)
     metrics = {"eval_reward": mean, "eval_ci": half_width, "eval_rewards": rewards}
-    return metrics | {"eval_pixel_std": min(std for *_, std in gathered)} | reward.columns("eval/", scores)
+    return metrics | {"eval_pixel_std": min(std for *_, std in gathered)} | {f"eval/{name}": sum(c) / len(c) for name, c in reward.by_name(scores).items()}
 
 
 def mean_and_interval(values: list[float]) -> tuple[float, float]:
@@ -1752,20 +1727,6 @@ def learn(
     return {"loss": loss, "kl": kl, "clip_fraction": clip_fraction, "grad_norm": norm, "ratio_dev_max": ratio_dev_max}
 
 
-def adam_eps_share(optimizer: torch.optim.Optimizer) -> float:
-    """The share of Adam's denominator that epsilon takes, as a mean over this process's trained numbers; 1 = throttled.
-
-    Log-probabilities are averages over the latent (2 million numbers for Wan), so gradients are tiny, and PyTorch's
-    usual epsilon of 1e-8 can outweigh them and turn Adam into slow SGD. Hence the default of 1e-15.
-    """
-    group, shares = optimizer.param_groups[0], []
-    for moments in optimizer.state.values():
-        unbiased = local_slice(moments["exp_avg_sq"])[0] / (1 - group["betas"][1] ** max(1.0, float(moments["step"])))
-        root = unbiased[unbiased > 0].sqrt()  # LoRA's A has no gradient while B is 0
-        shares.append(group["eps"] / (root + group["eps"]))
-    return torch.cat(shares).mean().item()
-
-
 def train(config: Config, progress: bool = True) -> list[dict]:
     """Train as the Config says; returns metrics.jsonl as a list of dicts, one per update and one per evaluation.
 
@@ -1793,7 +1754,7 @@ def train(config: Config, progress: bool = True) -> list[dict]:
     policy.encode(texts, accelerator.is_local_main_process, accelerator.wait_for_everyone)
     state, history = State.new(accelerator, policy, config), []
     counters = state.counters
-    say(describe(config, world))
+    say(describe(state, config, world))
 
     # Begin, or continue from the newest whole checkpoint.
     folder.mkdir(parents=True, exist_ok=True)
@@ -1823,11 +1784,12 @@ def train(config: Config, progress: bool = True) -> list[dict]:
         started = time.perf_counter()
         result = evaluate(state, config, reward, held_out, folder)
         log({"update": counters["update"], "nfe": counters["nfe"], **result, "seconds_eval": time.perf_counter() - started})
-        warning = collapse(history)
+        tests = [m["eval_reward"] for m in history if "eval_reward" in m]
+        collapsed = len(tests) > 3 and max(tests[-3:]) < tests[0] or result["eval_pixel_std"] < 1
+        warning = "collapse? the reward stays below its start, or the videos are blank; try a smaller --lr"
+        say(f"warning: {warning}") if collapsed else None
         if is_main:
-            draw_pictures(folder, history, warning or folder.name)
-        if warning:
-            say(f"warning: {warning}")
+            draw_pictures(folder, history, warning if collapsed else folder.name)
 
     stop: list[bool] = []
     signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
@@ -1875,10 +1837,10 @@ def train(config: Config, progress: bool = True) -> list[dict]:
                 "update": counters["update"], "nfe": counters["nfe"], "reward_mean": rewards.mean().item(),
                 "reward_std": rewards.std().item(), **passes[-1], "ratio_dev_max": passes[0]["ratio_dev_max"],
                 "zero_std_groups": int((by_group == by_group[:, :1]).all(1).sum()), "dropped_groups": int(failed.sum()),
-                "bad_updates": counters["bad_updates"], "adam_eps_share": adam_eps_share(state.optimizer),
+                "bad_updates": counters["bad_updates"],
                 "seconds": time.perf_counter() - started, "seconds_transformer": policy.seconds, **phases,
             }  # fmt: skip
-            log(metrics | reward.columns("reward/", scores[kept]))
+            log(metrics | {f"reward/{name}": sum(c) / len(c) for name, c in reward.by_name(scores[kept]).items()})
             bar.set_postfix({key: f"{metrics[key]:.2e}" for key in ("reward_mean", "loss", "grad_norm")})
             if update == 0 and metrics["ratio_dev_max"] > config.clip_range:
                 say(f"warning: ratio_dev_max is {metrics['ratio_dev_max']:.1e} on the first pass, {RATIO_WARNING}")
@@ -1908,16 +1870,6 @@ differ by rounding, so PPO clips gradients that are on-policy and much of the ba
 a larger --clip_range."""
 
 
-def collapse(history: list[dict]) -> str:
-    """A warning if training destroys what it should improve, else an empty text."""
-    tests = [m for m in history if "eval_reward" in m]
-    if len(tests) > 3 and all(m["eval_reward"] < tests[0]["eval_reward"] for m in tests[-3:]):
-        return "collapse? held-out reward was below its start three times in a row; try a smaller --lr"
-    if tests[-1]["eval_pixel_std"] < 0.1 * tests[0]["eval_pixel_std"]:
-        return "collapse? the videos' pixels hardly vary any more; try a smaller --lr, or --kl"
-    return ""
-
-
 def summary(history: list[dict], folder: Path) -> str:
     """The table at the end of a run."""
     tests, updates = [m for m in history if "eval_reward" in m], [m for m in history if "reward_mean" in m]
@@ -1943,69 +1895,18 @@ def versions() -> dict:
     return {name: version(name) for name in packages} | {"commit": commit}
 
 
-# ==== Plan and cost ===================================================================================================
-
-
-def forward_flops(arch: dict, latent_shape: tuple[int, ...], text_length: int = 512) -> float:
-    """FLOPs (2 per multiply-add) of a Wan transformer's forward pass on one video, from its architecture.
-
-    With L tokens of width d, S text tokens and feed-forward width f, a layer has per token 4 d^2 in self-attention's
-    projections, 2 d^2 in cross-attention's, 2 d f in the feed-forward and 2 (L + S) d in attention itself; the text's
-    keys and values add 2 d^2 per text token. Patches, embeddings of text and time, and the output come on top.
-    """
-    arch = {"patch_size": (1, 2, 2), "in_channels": 16, "out_channels": 16, "text_dim": 4096, "freq_dim": 256} | dict(arch)
-    d, f, patch = arch["num_attention_heads"] * arch["attention_head_dim"], arch["ffn_dim"], arch["patch_size"]
-    tokens = math.prod(n // p for n, p in zip(latent_shape[1:], patch, strict=True))
-    layer = tokens * (6 * d * d + 2 * d * f + 2 * (tokens + text_length) * d) + text_length * 2 * d * d
-    ends = tokens * math.prod(patch) * d * (arch["in_channels"] + arch["out_channels"])
-    embedders = text_length * (arch["text_dim"] * d + d * d) + arch["freq_dim"] * d + 7 * d * d
-    return 2.0 * (arch["num_layers"] * layer + ends + embedders)
-
-
-def cost_plan(config: Config, num_gpus: int, peak: float = 989e12, share: float = 0.4) -> dict:
-    """What a preset's run takes: evaluations, FLOPs, bytes per GPU, traffic and hours.
-
-    Args: num_gpus; peak, FLOP/s of a GPU (bf16 without sparsity on an H100 or H200); share, how much of it is reached.
-    An update has one job per video, so more GPUs than that idle: busy_gpus.
-    """
-    config = fill(config)
-    arch, experts = ARCHITECTURES[config.model], 2 if config.model == "wan2.2-a14b" else 1
-    space, frames = {"tiny": (1, 1), "wan2.2-5b": (16, 4)}.get(config.model, (8, 4))
-    size = ((config.num_frames - 1) // frames + 1, config.height // space, config.width // space)
-    with init_empty_weights():
-        model = WanTransformer3DModel(**arch)
-    parameters = experts * sum(p.numel() for p in model.parameters())
-    flops = forward_flops(model.config, (model.config.in_channels, *size), 5 if config.model == "tiny" else 512)
-    width, targets = arch["num_attention_heads"] * arch["attention_head_dim"], len(config.lora_targets.split(","))
-    trained = parameters if config.full else experts * arch["num_layers"] * 2 * targets * 2 * width * config.lora_rank
-    shards = min(config.shard_size or 8, num_gpus)
-    weights = parameters * (2 if config.dtype == "bf16" and not config.full else 4) / shards
-    nfe, busy = evaluations(config), min(num_gpus, config.prompts_per_update * config.group_size)
-    hours = nfe * flops / (peak * share) / 3600
-    return {
-        "replicas": num_gpus // shards, "shards": shards, "parameters": parameters, "trained": trained,
-        "tokens": math.prod(n // p for n, p in zip(size, model.config.patch_size, strict=True)),
-        "forward_flops": flops, "nfe_per_update": nfe, "weight_bytes": weights, "gradient_bytes": 4 * trained / shards,
-        "optimizer_bytes": 12 * trained / shards, "gathered_bytes_per_forward": (shards - 1) * weights, "busy_gpus": busy,
-        "gpu_hours_per_update": hours, "hours_per_update": hours / busy, "gpu_hours": hours * config.num_updates,
-    }  # fmt: skip
-
-
-PLAN = """\
-mesh {replicas} replicas x {shards} shards, {parameters:,} parameters, {trained:,} trained
-bytes a GPU: weights {weight_bytes:.2e}, gradients {gradient_bytes:.2e}, optimizer and EMA {optimizer_bytes:.2e}
-an update: {nfe_per_update:,} transformer evaluations of {forward_flops:.2e} FLOPs ({tokens:,} tokens)"""
-HOURS = """
-at 40 % of 989 TFLOP/s: {gpu_hours_per_update:.3g} GPU-hours an update and {gpu_hours:.3g} a run; an update takes
-{hours_per_update:.3g} hours with {busy_gpus} GPUs busy"""
-
-
-def describe(config: Config, num_gpus: int) -> str:
-    """The settings after filling and the plan, as printed at the start of a run and by --dry_run."""
-    text = "  ".join(f"{name}={value}" for name, value in settings(config).items() if value is not None)
-    text += f"\nflow shift {config.flow_shift:g} for {config.height} x {config.width} pixels\n"
-    plan = (PLAN + HOURS * config.dry_run) if config.model in ARCHITECTURES else ""
-    return text + plan.format(**cost_plan(config, num_gpus)) if plan else text
+def describe(state: State, config: Config, world: int) -> str:
+    """The settings after filling and the sharding plan, as printed at the start of a run."""
+    mesh, policy = state.policy.mesh, state.policy
+    replicas, shards = (mesh.size(0), mesh.size(1)) if mesh is not None else (world, 1)
+    weights = sum(p.numel() * p.element_size() for expert in policy.experts for p in expert.parameters()) / shards
+    trained = sum(p.numel() for p in policy.trained.values())
+    lines = ["  ".join(f"{name}={value}" for name, value in settings(config).items() if value is not None)]
+    lines += [f"flow shift {config.flow_shift:g} for {config.height} x {config.width} pixels, latents {policy.latent_shape}"]
+    lines += [f"{replicas} replicas x {shards} shards; {trained:,} trained numbers, {evaluations(config):,} evaluations an update"]
+    parts = {"weights": weights, "gradients": 4 * trained / shards, "optimizer and average": 12 * trained / shards}
+    lines += ["MB a process: " + ", ".join(f"{name} {size / 1e6:,.1f}" for name, size in parts.items())]
+    return "\n".join(lines)
 
 
 def main(job: str, config: Config) -> int:
@@ -2013,8 +1914,6 @@ def main(job: str, config: Config) -> int:
     try:
         if job == "serve":
             serve(config)
-        elif config.dry_run:
-            print(describe(config, config.num_gpus or int(os.environ.get("WORLD_SIZE", "1"))))
         else:
             train(config)
     except UserError as error:
