@@ -2,9 +2,9 @@
 
     accelerate launch flash_grpo.py                                     # a small Wan on a laptop's CPU, in minutes
     accelerate launch flash_grpo.py --model wan1.3b --reward pickscore  # a real Wan on the GPUs of this machine
-    accelerate launch flash_grpo.py --model wan14b --reward http://127.0.0.1:8000  # sharded; HPSv3 behind a server
+    accelerate launch flash_grpo.py --model wan14b                      # 14B, sharded over the GPUs by FSDP2
     accelerate launch flash_grpo.py --method flow                       # its neighbours: flow, dance, mix, mix-flash
-    python flash_grpo.py serve --reward hpsv3 --port 8000               # a reward behind HTTP, in its own environment
+    accelerate launch flash_grpo.py --reward my_reward.py:score         # a reward of your own
 
 Flash-GRPO (He et al., ICML 2026, arXiv 2605.15980) is GRPO for flow-matching models with three changes:
 
@@ -15,15 +15,13 @@ Flash-GRPO (He et al., ICML 2026, arXiv 2605.15980) is GRPO for flow-matching mo
 
 The file reads in the order of the idea: the configuration; the algorithm as pure functions (schedule and SDE, masks,
 advantages, loss); the Wan policy, the tiny world, rewards, rollout, sharding and checkpoints, evaluation, training.
-Who stops reading after `grpo_loss` has the algorithm. Latents are float32 [B, C, T, H, W]; the noise level sigma falls
-from 1 (noise) to 0 (data); lines that start a section are marked with ====.
+Who stops reading after `grpo_loss` has the algorithm. Latents are float32 [B, C, T, H, W]; sigma falls from 1 to 0.
 """
 
 import argparse
 import dataclasses
 import difflib
 import hashlib
-import hmac
 import inspect
 import json
 import math
@@ -32,18 +30,16 @@ import re
 import runpy
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 # ==== Configuration ===================================================================================================
 
@@ -52,8 +48,7 @@ from urllib.request import Request, urlopen
 class Config:
     """Every setting of a run. A field left at None is filled from its method's row, its model's row, or by `fill`.
 
-    The comment behind a field is its help text, the braces are what it accepts (`0<..` = above 0), and the comment
-    line above a block is its topic in --help.
+    The comment behind a field is its help text, and the braces are what it accepts (`0<..` = above 0).
     """
 
     # Model
@@ -68,7 +63,6 @@ class Config:
     guidance_scale_2: float | None = None  # guidance of Wan 2.2's low-noise expert; by default the same {1..}
     negative_prompt: str = ""  # what guidance steers away from
     dtype: str | None = None  # bf16 = autocast, and frozen weights stored in bf16 {bf16|fp32}
-    compile: bool = False  # compile the transformer blocks, once for rollout and training
     gradient_checkpointing: bool | None = None  # recompute activations in the backward pass: less memory, more time
     cfg_batch: bool | None = None  # guidance's two forwards in one batch instead of one after the other
 
@@ -113,13 +107,11 @@ class Config:
 
     # Prompts and rewards
     prompts: str | None = None  # file: a prompt a line, or .jsonl with "prompt" and metadata for the reward
-    reward: str | None = None  # name[@model][:weight],.. or file.py:function (it is run) or http://host:port,..
+    reward: str | None = None  # name[@model][:weight],.. or file.py:function, which is run
     reward_mix: str = "standardize"  # of several rewards, each standardized over the batch or not {standardize|raw}
     reward_frames: int = 8  # evenly spaced frames that image rewards look at {1..}
-    reward_top: float | None = None  # share of the best frames that counts; 0.3 for hpsv3, else 1 {0<..1}
+    reward_top: float | None = None  # share of the best frames that counts; by default all {0<..1}
     reward_on_error: str = "stop"  # or drop the groups whose reward failed {stop|drop}
-    reward_timeout: float = 300.0  # seconds for a request to a reward server {0<..}
-    reward_token: str | None = None  # secret shared with the reward server; or FLASH_GRPO_TOKEN in the environment
 
     # Evaluation and files
     eval_every: int | None = None  # updates between evaluations; 0 = only before and after {0..}
@@ -133,10 +125,6 @@ class Config:
     resume: bool = False  # continue the run in that folder from its newest whole checkpoint
     tracker: str = "tensorboard"  # where Accelerate logs besides metrics.jsonl {tensorboard|wandb|none}
     fps: int | None = None  # frames a second of the saved videos {1..}
-
-    # Reward server
-    host: str = "127.0.0.1"  # serve: address to listen on
-    port: int = 8000  # serve: port to listen on {0..65535}
 
 
 # fmt: off
@@ -186,13 +174,11 @@ TINY_PROMPTS = [f"a {c} {s} moving {d}" for d in DIRECTIONS for s in ("circle", 
 WAN_PROMPTS = """\
 A barista pours steamed milk into a cup and draws a leaf, close-up, soft morning light.
 A girl in a yellow raincoat jumps into puddles on a city street at night, neon reflections.
-A hummingbird hovers at a purple flower, macro shot, blurred background.
 A chef tosses vegetables in a flaming wok in a busy kitchen.
-A black cat stretches on a windowsill while rain runs down the glass.
 A horse gallops through shallow water, backlit by the setting sun.
 Paper lanterns rise into the night sky above a lake.
 A golden retriever runs along a beach at sunset, tracking shot.""".splitlines()
-REWARDS = ["palette", "brightness", "motion", "pickscore", "clip", "hpsv3"]
+REWARDS = ["palette", "motion", "pickscore", "clip"]
 
 
 class UserError(ValueError):
@@ -303,15 +289,13 @@ def validate(config: Config, world_size: int = 1) -> None:
 
 def parse_reward(text: str) -> list[tuple[str, str, float]]:
     """Split a --reward text into parts (kind, argument, weight). Raises UserError for one that cannot be."""
-    if text.startswith(("http://", "https://")):
-        return [("http", text, 1.0)]
     parts = []
     for part in text.split(","):
         file = re.fullmatch(r"(.+\.py):([A-Za-z_]\w*)(?::(-?\d*\.?\d+))?", part.strip())
         match = file or re.fullmatch(r"(\w+)(?:@([^:]+))?(?::(-?\d*\.?\d+))?", part.strip())
         if not match or (not file and match[1] not in REWARDS):
             near = nearest(match[1] if match else part, REWARDS)
-            accepted = f"{', '.join(REWARDS)}{near} with :weight, file.py:function or http://host:port"
+            accepted = f"{', '.join(REWARDS)}{near} with :weight, or file.py:function"
             raise UserError(f"--reward {part}: choose of {accepted}")
         if file:
             source = Path(file[1]).read_text(errors="replace") if Path(file[1]).is_file() else ""
@@ -350,10 +334,9 @@ def load_prompts(config: Config, flag: str) -> list[dict]:
     return prompts
 
 
-def parse_args(argv: list[str]) -> tuple[str, Config]:
-    """The job (train, serve) and the filled Config of a command line. Exits with 2 on an error, 0 after help."""
-    job, argv = (argv[0], argv[1:]) if argv[:1] == ["serve"] else ("train", argv)
-    usage = "flash_grpo.py [serve] [--flag value ...]; a switch --x is turned off by --no_x"
+def parse_args(argv: list[str]) -> Config:
+    """The filled Config of a command line. Exits with 2 on an error, 0 after help."""
+    usage = "flash_grpo.py [--flag value ...]; a switch --x is turned off by --no_x"
     parser = argparse.ArgumentParser(
         usage=usage, add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
     )
@@ -383,41 +366,42 @@ def parse_args(argv: list[str]) -> tuple[str, Config]:
             parser.epilog = f"In brackets: the values for --model {config.model} --method {config.method}."
             parser.print_help()
             sys.exit(0)
-        validate(replace(config, resume=config.resume or job != "train"), int(os.environ.get("WORLD_SIZE", "1")))
+        validate(config, int(os.environ.get("WORLD_SIZE", "1")))
     except UserError as problem:
         print(f"flash_grpo.py: error: {problem}", file=sys.stderr)
         sys.exit(2)
-    return job, config
+    return config
 
 
 # The arguments are read before the heavy imports, so that --help and a typing error answer at once.
-JOB, CONFIG = parse_args(sys.argv[1:]) if __name__ == "__main__" else ("", None)
+CONFIG = parse_args(sys.argv[1:]) if __name__ == "__main__" else None
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-if JOB != "serve":  # a reward server's environment may lack all of these
-    import torch.distributed.checkpoint as dcp
-    from accelerate import Accelerator, InitProcessGroupKwargs, init_empty_weights
-    from accelerate.utils import gather_object
-    from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
-    from einops import rearrange, repeat
-    from peft import LoraConfig, get_peft_model_state_dict
-    from safetensors import SafetensorError, safe_open
-    from safetensors.torch import load_file, save_file
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-    from tqdm import tqdm
+import imageio.v3 as iio
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from accelerate import Accelerator, InitProcessGroupKwargs, init_empty_weights
+from accelerate.utils import gather_object
+from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
+from einops import rearrange, repeat
+from huggingface_hub import snapshot_download
+from matplotlib.figure import Figure
+from peft import LoraConfig, get_peft_model_state_dict
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from tqdm import tqdm
 
 # ==== The algorithm, 1: schedule and stochastic step ================================================================
 
 
 def make_sigmas(num_steps: int, shift: float) -> Tensor:
-    """Noise levels of a flow-matching sampler: sigma(u) = f u / (1 + (f - 1) u) for u = 1, 1 - 1/N, ..., 0.
+    """Noise levels of a flow-matching sampler, float64 [num_steps + 1], falling from 1 to 0; shift f > 0.
 
-    Args: num_steps N; shift f > 0 (Wan: 3 at 480p, 5 at 720p). Returns float64 [N + 1], from 1 to 0.
     Raises ValueError for num_steps < 1 or shift <= 0.
     """
     if num_steps < 1 or not shift > 0:
@@ -498,11 +482,8 @@ def dpm2_step(x: Tensor, x0: Tensor, x0_prev: Tensor | None, sigma_prev, sigma, 
     sigma' = 0) lowers to first order, equal to Euler. sigma_*: float64, broadcastable to x. Returns x at sigma'.
     """
 
-    def log_snr(s):
-        return torch.log1p(-s) - torch.log(s)
-
     if x0_prev is not None:
-        h, h_prev = log_snr(sigma_next) - log_snr(sigma), log_snr(sigma) - log_snr(sigma_prev)
+        h, h_prev = torch.logit(sigma) - torch.logit(sigma_next), torch.logit(sigma_prev) - torch.logit(sigma)
         half_inverse_r = torch.where(torch.isfinite(h), h / (2 * h_prev), 0.0)
         x0 = x0 + half_inverse_r.to(x) * (x0 - x0_prev)
     ratio = sigma_next / sigma
@@ -519,12 +500,10 @@ def generator(*key: Any) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
-# fmt: off
 def draw_sde_mask(
     num_prompts: int, group_size: int, num_steps: int, window: tuple[int, int], sde_steps: int = 1,
     grouping: str = "iso", window_every: int = 0, update: int = 0, seed: int = 0,
-) -> Tensor:
-    # fmt: on
+) -> Tensor:  # fmt: skip
     """Which steps of which video are stochastic: bool [num_prompts * group_size, num_steps], prompt by prompt.
 
     sde_steps of the window's steps are drawn uniformly (0 = all): afresh for each prompt and update and shared by the
@@ -572,10 +551,9 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, std: str = "global", cl
     Args: rewards [B]; group_ids int [B] (a sample's position in the batch, not its prompt's text). Returns float32 [B],
     exactly 0 for a group of equal rewards. Raises ValueError for other shapes, a non-finite reward or another `std`.
     """
-    if rewards.shape != group_ids.shape or rewards.ndim != 1 or not bool(torch.isfinite(rewards).all()):
-        raise ValueError("rewards and group_ids must be [B], and every reward finite")
-    if std not in ("global", "group"):
-        raise ValueError(f"std must be 'global' or 'group', got {std!r}")
+    fits = rewards.ndim == 1 and rewards.shape == group_ids.shape and std in ("global", "group")
+    if not fits or not bool(torch.isfinite(rewards).all()):
+        raise ValueError("need rewards and group_ids [B], finite rewards, and std 'global' or 'group'")
     rewards = rewards.double()
     advantages = torch.zeros_like(rewards)
     for g in group_ids.unique():
@@ -614,6 +592,8 @@ def grpo_loss(
     loss = -(weights * torch.minimum(advantages * ratio, advantages * clipped)).mean()
     deviation = (ratio - 1).detach().abs()
     return loss, {"ratio_dev_max": deviation.max(), "clip_fraction": (deviation > clip_range).float().mean()}
+
+
 # ==== The Wan policy ==================================================================================================
 
 CACHE = Path(os.environ.get("FLASH_GRPO_CACHE", Path.home() / ".cache" / "flash_grpo"))
@@ -623,8 +603,8 @@ CACHE = Path(os.environ.get("FLASH_GRPO_CACHE", Path.home() / ".cache" / "flash_
 WAN_14B = {"num_attention_heads": 40, "attention_head_dim": 128, "ffn_dim": 13824, "num_layers": 40}
 ARCHITECTURES: dict[str, dict] = {
     "tiny": {
-        "patch_size": (2, 4, 4), "num_attention_heads": 4, "attention_head_dim": 32, "in_channels": 3, "out_channels": 3,
-        "text_dim": 32, "freq_dim": 64, "ffn_dim": 512, "num_layers": 3, "rope_max_seq_len": 32,
+        "patch_size": (2, 4, 4), "num_attention_heads": 4, "attention_head_dim": 32, "in_channels": 3,
+        "out_channels": 3, "text_dim": 32, "freq_dim": 64, "ffn_dim": 512, "num_layers": 3, "rope_max_seq_len": 32,
     },
     "wan1.3b": WAN_14B | {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30},
     "wan14b": WAN_14B,
@@ -650,8 +630,6 @@ def resolve_folder(config: Config) -> Path | None:
         return pretrained_tiny()
     if os.path.isdir(config.model):
         return Path(config.model)
-    from huggingface_hub import snapshot_download
-
     repo = MODELS.get(config.model, {}).get("repo", config.model)
     try:
         return Path(snapshot_download(repo, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt"]))
@@ -679,9 +657,8 @@ def global_max(value: int, policy: "WanPolicy") -> int:
 class WanPolicy:
     """The policy: one Wan transformer (or Wan 2.2's two experts) with its guidance, prompts and decoder.
 
-    Attributes: experts (WanTransformer3DModel, the high-noise one first), trained ({name: parameter}), vae (None for the
-    tiny model), latent_shape (C, T, H, W), nfe (transformer evaluations of this process so far), seconds (in them).
-    Raises UserError for a folder that is no Wan pipeline, a size that its patches do not divide, an unknown LoRA target.
+    Attributes: experts (the high-noise one first), trained ({name: parameter}), vae (None for tiny), latent_shape
+    (C, T, H, W), nfe (transformer evaluations of this process so far), seconds (spent in them). Raises UserError.
     """
 
     def __init__(self, config: Config, device: torch.device, mesh=None):
@@ -690,9 +667,8 @@ class WanPolicy:
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bf16")
         index = {"transformer_2": [config.model == "wan2.2-a14b"], "expand_timesteps": is_5b}
         if self.folder and not tiny:
-            if not (self.folder / "model_index.json").exists():
-                raise UserError(f"--model {config.model}: {self.folder} has no model_index.json, so it is no pipeline")
-            index = json.loads((self.folder / "model_index.json").read_text())
+            file = self.folder / "model_index.json"
+            index = json.loads(file.read_text()) if file.exists() else {}
         self.parts = ["transformer", *["transformer_2"] * bool(index.get("transformer_2", [None])[0])]
         self.boundary = (index.get("boundary_ratio") or 0.875) if len(self.parts) == 2 else None
         self.expand_timesteps = index.get("expand_timesteps", False)
@@ -747,8 +723,6 @@ class WanPolicy:
         embedder.forward = torch.autocast(self.device.type, enabled=False)(embedder.forward)
         if config.gradient_checkpointing:
             model.enable_gradient_checkpointing()
-        if config.compile:
-            model.compile_repeated_blocks()
         if self.mesh is not None:
             # Not cast_forward_inputs: it would round t to bf16. Blocks that are trained whole are gathered in bf16.
             gathered = MixedPrecisionPolicy(low if config.full else None, torch.float32, cast_forward_inputs=False)
@@ -764,7 +738,7 @@ class WanPolicy:
 
     @torch.no_grad()
     def _fill(self, model, part: str) -> None:
-        """Read this process's slice of each parameter from safetensors (or draw it); adapters start as A random, B = 0."""
+        """Read this process's slice of each parameter from safetensors, or draw it; adapters start at A random, B 0."""
         files = sorted((self.folder / part).glob("*.safetensors")) if self.folder else []
         where = {key: file for file in (safe_open(f, "pt") for f in files) for key in file.keys()}  # noqa: SIM118
         for name, p in model.named_parameters():
@@ -789,13 +763,13 @@ class WanPolicy:
     def encode(self, prompts: list[str], is_writer: bool = True, wait: Callable[[], None] = lambda: None) -> None:
         """Fill self.embeddings ({prompt: float32 [L, D] on the CPU}) through the disk cache, then free the encoder.
 
-        The writer encodes what the cache lacks, by WanPipeline.encode_prompt; `wait` is a barrier, behind which all read.
-        Raises UserError if the text encoder embeds all prompts alike.
+        The writer encodes what the cache lacks, by WanPipeline.encode_prompt; behind the barrier `wait` all read.
         """
         prompts = sorted({*prompts, self.config.negative_prompt})
         if self.config.model == "tiny" or not self.folder:
-            random = lambda text: torch.randn(64, self.experts[0].config.text_dim, generator=generator(text))  # noqa: E731
-            self.embeddings = {p: tiny_embedding(p) if self.config.model == "tiny" else random(p) for p in prompts}
+            shape, tiny = (64, self.experts[0].config.text_dim), self.config.model == "tiny"
+            for p in prompts:
+                self.embeddings[p] = tiny_embedding(p) if tiny else torch.randn(shape, generator=generator(p))
             return
         probes = ["a red circle", "two dogs run through the rain at night"]
         dtype = torch.bfloat16 if self.config.dtype == "bf16" else torch.float32
@@ -837,7 +811,7 @@ class WanPolicy:
         """The guided velocity v(x, sigma, prompt): one function for rollout and training, so that rho starts at 1.
 
         Args: x float32 [B, C, T, H, W]; sigma float64 [B] on the CPU; prompts [B]. Returns float32, like x.
-        Counts self.nfe: one per sample and forward, two with guidance; two more for a backward, one for its recomputation.
+        Counts self.nfe: one per sample and forward (two with guidance), two more for a backward, one for recomputation.
         On a sharded model all processes must call it equally often; B may be 0, and an idle expert runs on zeros.
         """
         started = time.perf_counter()
@@ -877,7 +851,7 @@ class WanPolicy:
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Latents [B, C, T, H, W] to videos uint8 [B, T', H', W', 3] on the CPU; the tiny model's latents are pixels."""
+        """Latents [B, C, T, H, W] to videos uint8 [B, T', H', W', 3] on the CPU; tiny's latents are pixels."""
         videos = []
         for latent in latents:
             video = latent[None]
@@ -888,15 +862,6 @@ class WanPolicy:
             pixels = rearrange(video[0].float() / 2 + 0.5, "c t h w -> t h w c").clamp(0, 1)
             videos.append((pixels * 255).round().to(torch.uint8).cpu())
         return torch.stack(videos)
-
-    @contextmanager
-    def reference(self):
-        """Inside, the experts run without their adapters: the model before training."""
-        for expert in self.experts:
-            expert.disable_adapters()
-        yield
-        for expert in self.experts:
-            expert.enable_adapters()
 
 
 # ==== The tiny world: captioned videos of moving shapes, and a small Wan that draws them ==============================
@@ -925,10 +890,7 @@ def tiny_embedding(prompt: str) -> Tensor:
 
 
 def pretrained_tiny(num_updates: int = 1000, batch: int = 16) -> Path:
-    """The folder of the tiny Wan: pretrained by flow matching on tiny_videos at first use (over a minute), then cached.
-
-    The cache is keyed by the code that makes it, and only a whole one is ever seen: it is renamed into place.
-    """
+    """The folder of the tiny Wan: pretrained by flow matching at first use (over a minute), then cached whole or not."""
     made_by = (inspect.getsource(pretrained_tiny), inspect.getsource(tiny_videos), ARCHITECTURES["tiny"], TINY_PROMPTS)
     key = f"{generator(made_by, torch.__version__).initial_seed():016x}"
     folder, weights = CACHE / f"tiny-{key}", "transformer/diffusion_pytorch_model.safetensors"
@@ -970,44 +932,31 @@ def pretrained_tiny(num_updates: int = 1000, batch: int = 16) -> Path:
 
 # ==== Rewards =========================================================================================================
 #
-# A reward is a callable   reward(videos, prompts, metadata) -> Tensor [B]  or  {name: Tensor [B]}
-# with videos uint8 [B, T, H, W, 3], prompts a list of B texts, metadata a list of B dicts (the lines of a .jsonl prompt
-# file). Of a dict, `total` is trained on, or the sum where there is none, and every entry is logged. Higher is better.
-# A reward that cannot score a video must raise or give NaN: a failure never becomes a number. It is called from a
-# background thread. Yours is --reward my_file.py:my_reward, a function or a class that is built without arguments.
+# A reward is a callable reward(videos, prompts, metadata) -> Tensor [B], higher is better, with videos uint8
+# [B, T, H, W, 3], prompts a list of B texts and metadata a list of B dicts (the lines of a .jsonl prompt file). One that
+# cannot score a video must raise or give NaN: a failure never becomes a number. Yours is --reward my_file.py:my_reward,
+# a function or a class that is built without arguments.
 
 
 class RewardError(RuntimeError):
     """A reward raised, timed out, or gave something other than one finite number per video."""
 
 
-def tiny_colors(videos: Tensor, prompts: list[str]) -> tuple[Tensor, Tensor]:
-    """Pixels in [0, 1] and the prompts' colours [B, 1, 1, 1, 3], for the tiny model's rewards."""
-    colors = torch.tensor([COLORS[prompt.split()[1]] for prompt in prompts], dtype=torch.float32)
-    return videos.float() / 255, colors[:, None, None, None]
-
-
 def palette_reward(videos: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
     """For the tiny model: in every frame one round, clean patch of the prompt's colour, as large as a shape is.
 
-    The sum of two numbers up to 1, averaged over frames. Size: the area near the colour over a shape's (12 % of the frame),
-    counting down again beyond it, so filling the frame does not pay. Roundness: a disc's outline over that of the frame
-    (its total variation), so grain, stray colours and ragged edges do not pay, and shrinking does not either. Real videos
-    get 1.68.
+    The sum of two numbers up to 1, averaged over frames. Size: the area near the colour over a shape's (12 % of the
+    frame), counting down beyond it, so filling the frame does not pay. Roundness: a disc's outline over the frame's
+    total variation, so grain, stray colours, ragged edges or shrinking do not pay. Real videos get 1.68.
     """
-    pixels, colors = tiny_colors(videos, prompts)
+    pixels = videos.float() / 255
+    colors = torch.tensor([COLORS[prompt.split()[1]] for prompt in prompts], dtype=torch.float32)[:, None, None, None]
     area = torch.exp(-(pixels - colors).pow(2).sum(-1) / 0.1).sum((2, 3))
     framed = torch.nn.functional.pad(pixels, (0, 0, 1, 1, 1, 1))
     slope_x, slope_y = framed[:, :, :-1, 1:] - framed[:, :, :-1, :-1], framed[:, :, 1:, :-1] - framed[:, :, :-1, :-1]
     outline = (slope_x**2 + slope_y**2).sum(-1).sqrt().sum((2, 3)) / colors.norm(dim=-1)[:, 0, 0]
     size = area / (0.12 * pixels[0, 0, :, :, 0].numel())
     return (torch.minimum(size, 2 - size).clamp(min=0) + (4 * math.pi * area).sqrt() / (outline + 1)).mean(1)
-
-
-def brightness_reward(videos: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
-    """For the tiny model, without a ceiling in reach: brightness in the prompt's colour, less that in the others."""
-    pixels, colors = tiny_colors(videos, prompts)
-    return 10 * (pixels * (2 * colors - 1)).sum(-1).mean((1, 2, 3))
 
 
 def motion_reward(videos: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
@@ -1033,135 +982,65 @@ class ClipReward:
         self.text = AutoTokenizer.from_pretrained(processor)
         self.frames, self.top, self.device = config.reward_frames, config.reward_top or 1.0, device
 
-    def score(self, frames: list, prompt: str) -> list[float]:
-        """Scores of uint8 frames [H, W, 3] under a prompt."""
-        images = self.images(frames, return_tensors="pt").to(self.device)
-        text = self.text(prompt, truncation=True, max_length=77, return_tensors="pt").to(self.device)
-        return self.model(**text, **images).logits_per_image[:, 0].tolist()
-
     @torch.no_grad()
     def __call__(self, videos: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
         last, rewards = videos.shape[1] - 1, []
         picked = torch.linspace(0, last, min(self.frames, last + 1)).round().long()
-        for video, prompt in zip(videos, prompts, strict=True):
-            scores = torch.tensor(self.score(list(video[picked].numpy()), prompt))
+        for video, prompt in zip(videos[:, picked], prompts, strict=True):
+            images = self.images(list(video.numpy()), return_tensors="pt").to(self.device)
+            text = self.text(prompt, truncation=True, max_length=77, return_tensors="pt").to(self.device)
+            scores = self.model(**text, **images).logits_per_image[:, 0].float().cpu()
             rewards.append(scores.topk(max(1, round(self.top * len(scores)))).values.mean())
         return torch.stack(rewards)
 
 
-class HPSv3Reward(ClipReward):
-    """HPSv3 (MizzenAI, package `hpsv3`): mean of the best 30 % of frames, as in the paper. Best behind `serve`."""
-
-    def __init__(self, config: Config, device: torch.device):
-        try:
-            from accelerate.state import AcceleratorState, PartialState
-            from hpsv3 import HPSv3RewardInferencer
-        except ImportError as error:
-            raise UserError(
-                f"--reward hpsv3: {error}; run it behind `serve` in its own environment (README)"
-            ) from error
-        # Building it overwrites accelerate's process-wide state: put ours back.
-        kept = {state: dict(state._shared_state) for state in (PartialState, AcceleratorState)}
-        self.model = HPSv3RewardInferencer(device=str(device))
-        for state, before in kept.items():
-            state._shared_state.clear()
-            state._shared_state.update(before)
-        self.frames, self.top = config.reward_frames, config.reward_top or 0.3
-
-    def score(self, frames: list, prompt: str) -> list[float]:
-        """Scores of uint8 frames [H, W, 3] under a prompt; the model gives (mean, spread) for each."""
-        from PIL import Image
-
-        images = [Image.fromarray(frame) for frame in frames]
-        return [float(mean) for mean, *_ in self.model.reward(prompts=[prompt] * len(images), image_paths=images)]
-
-
-class HttpReward:
-    """A reward behind `flash_grpo.py serve`. Several addresses are used in turn, and stand in for one that fails."""
-
-    def __init__(self, urls: str, config: Config):
-        self.urls, self.calls, self.timeout = urls.split(","), 0, config.reward_timeout
-        self.headers = {"Authorization": f"Bearer {config.reward_token or os.environ.get('FLASH_GRPO_TOKEN', '')}"}
-
-    def __call__(self, videos: Tensor, prompts: list[str], metadata: list[dict]) -> dict[str, Tensor]:
-        asked = {"shape": list(videos.shape), "prompts": prompts, "metadata": metadata}
-        body, reason = json.dumps(asked).encode() + b"\n" + videos.numpy().tobytes(), ""
-        self.calls += 1
-        for attempt in range(5):
-            url = self.urls[(self.calls + attempt) % len(self.urls)].strip("/ ") + "/score"
-            try:
-                with urlopen(Request(url, body, self.headers), timeout=self.timeout) as reply:
-                    scores = json.loads(reply.read(1 << 24))
-                    return {name: torch.tensor(values, dtype=torch.float32) for name, values in scores.items()}
-            except (OSError, ValueError, TypeError, AttributeError) as error:  # also what the server answers but 200
-                reason = f"{url}: {error} {error.read(999).decode() if isinstance(error, HTTPError) else ''}"
-            time.sleep(0.5 * 2**attempt)
-        raise RewardError(f"no scores from a server: {reason}")
-
-
-def build_reward(kind: str, argument: str, config: Config, device: torch.device) -> Callable:
-    """One part of --reward; only what that part needs is imported."""
-    if kind == "file":
-        path, name = argument.rsplit(":", 1)
-        found = runpy.run_path(path)[name]
-        return found() if inspect.isclass(found) else found
-    if kind in ("clip", "pickscore"):
-        model, processor = CLIP_MODELS[kind]
-        return ClipReward(argument or model, argument or processor, config, device)
-    if kind == "http":
-        return HttpReward(argument, config)
-    if kind == "hpsv3":
-        return HPSv3Reward(config, device)
-    return {"palette": palette_reward, "brightness": brightness_reward, "motion": motion_reward}[kind]
-
-
 class Reward:
-    """All parts of --reward behind one call, which returns checked numbers or raises RewardError.
-
-    names: the columns of the result, first the parts and then the sub-scores of parts that give a dict.
-    """
+    """All parts of --reward (names) behind one call, which returns checked numbers or raises RewardError."""
 
     def __init__(self, config: Config, device: torch.device):
         specs = parse_reward(config.reward)
-        if config.model != "tiny" and {"palette", "brightness"} & {kind for kind, _, _ in specs}:
-            raise UserError(f"--reward {config.reward}: palette and brightness know only the tiny model's prompts")
-        self.parts = [build_reward(kind, argument, config, device) for kind, argument, _ in specs]
+        if config.model != "tiny" and "palette" in [kind for kind, _, _ in specs]:
+            raise UserError(f"--reward {config.reward}: palette knows only the tiny model's prompts")
+        self.parts = [self.build(kind, argument, config, device) for kind, argument, _ in specs]
         self.names = [argument.rsplit(":", 1)[1] if kind == "file" else kind for kind, argument, _ in specs]
         self.weights = torch.tensor([weight for _, _, weight in specs])
         self.standardize = config.reward_mix == "standardize" and len(specs) > 1
 
+    @staticmethod
+    def build(kind: str, argument: str, config: Config, device: torch.device) -> Callable:
+        """One part of --reward; only what that part needs is imported."""
+        if kind == "file":
+            path, name = argument.rsplit(":", 1)
+            found = runpy.run_path(path)[name]
+            return found() if inspect.isclass(found) else found
+        if kind in CLIP_MODELS:
+            return ClipReward(*([argument] * 2 if argument else CLIP_MODELS[kind]), config, device)
+        return {"palette": palette_reward, "motion": motion_reward}[kind]
+
     def __call__(self, videos: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
-        """Scores float32 [B, columns]. Raises RewardError, whose cause is the reward's own exception."""
-        parts, extra = [], {}
-        for name, part in zip(self.names, self.parts, strict=False):
+        """Scores float32 [B, parts]. Raises RewardError, whose cause is the reward's own exception."""
+        columns = []
+        for name, part in zip(self.names, self.parts, strict=True):
             try:
                 scores = part(videos, prompts, metadata)
-                scores = dict(scores) if isinstance(scores, dict) else {"total": scores}
-                for key, value in scores.items():
-                    if tuple(value.shape) != (len(prompts),) or not bool(torch.isfinite(value).all()):
-                        raise ValueError(f"{key} is {value}, not a Tensor of {len(prompts)} finite numbers")
-                    scores[key] = value.detach().float().cpu()
-                parts.append(scores.pop("total") if "total" in scores else torch.stack([*scores.values()]).sum(0))
+                if tuple(scores.shape) != (len(prompts),) or not bool(torch.isfinite(scores).all()):
+                    raise ValueError(f"it gave {scores}, not a Tensor of {len(prompts)} finite numbers")
             except Exception as error:
                 raise RewardError(f"reward {name}: {type(error).__name__}: {error}") from error
-            extra |= {f"{name}/{key}": value for key, value in scores.items()}
-        names = self.names[: len(parts)] + sorted(extra)
-        if len(self.names) > len(parts) and names != self.names:
-            raise RewardError(f"the reward's sub-scores changed from {self.names} to {names}")
-        self.names = names
-        return torch.stack([*parts, *(extra[name] for name in sorted(extra))], 1)
+            columns.append(scores.detach().float().cpu())
+        return torch.stack(columns, 1)
 
     def mix(self, scores: Tensor, scale: list[list[float]] | None = None) -> Tensor:
-        """The reward to train on [B]: the parts' weighted sum, standardized with scale (means, stds) or over the batch."""
-        parts = scores[:, : len(self.parts)]
+        """The reward to train on [B]: the parts' weighted sum, standardized with (means, stds) or the batch's."""
         if self.standardize:
-            mean, std = torch.tensor(scale) if scale else torch.stack([parts.mean(0), parts.std(0)])
-            parts = (parts - mean) / (std + 1e-6)
-        return parts @ self.weights
+            mean, std = torch.tensor(scale) if scale else torch.stack([scores.mean(0), scores.std(0)])
+            scores = (scores - mean) / (std + 1e-6)
+        return scores @ self.weights
 
-    def by_name(self, scores: Tensor) -> dict[str, list[float]]:
-        """The columns by name, if there is more than the reward itself."""
-        return dict(zip(self.names, scores.T.tolist(), strict=True)) if len(self.names) > 1 else {}
+    def means(self, prefix: str, scores: Tensor) -> dict[str, float]:
+        """Each part's mean, for the metrics, if there are several."""
+        means = {f"{prefix}{name}": mean for name, mean in zip(self.names, scores.mean(0).tolist(), strict=True)}
+        return means if len(means) > 1 else {}
 
     def check(self, config: Config, item: dict) -> None:
         """Score a blank and a noise video before anything is trained. Raises UserError if that fails."""
@@ -1173,59 +1052,14 @@ class Reward:
             raise UserError(f"--reward {config.reward}: fails on a blank and a noise video: {error}") from error
 
 
-def serve(config: Config) -> None:
-    """Answer POST /score (a line of JSON, then raw uint8 frames) with JSON scores, and GET /health. Never unpickles."""
-    reward = Reward(config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    reward.standardize = False  # a request is no batch
-    token, limit = config.reward_token or os.environ.get("FLASH_GRPO_TOKEN", ""), 2 << 30
-
-    class Handler(BaseHTTPRequestHandler):
-        timeout = 60  # seconds that a client may stay silent
-
-        def answer(self, code: int, content: dict) -> None:
-            body = json.dumps(content).encode()
-            self.send_response(code)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def do_GET(self) -> None:
-            self.answer(200 if self.path == "/health" else 404, {"reward": config.reward})
-
-        def do_POST(self) -> None:
-            length, sent = self.headers.get("Content-Length", ""), self.headers.get("Authorization", "")
-            if token and not hmac.compare_digest(sent.encode(), f"Bearer {token}".encode()):
-                return self.answer(401, {"error": "wrong or missing token"})
-            if not length.isdecimal() or int(length) > limit:
-                return self.answer(413, {"error": f"send a Content-Length of at most {limit}"})
-            try:
-                header, _, frames = self.rfile.read(int(length)).partition(b"\n")
-                asked = json.loads(header)
-                videos = torch.frombuffer(bytearray(frames), dtype=torch.uint8).view(asked["shape"])
-                if videos.ndim != 5 or not len(videos) == len(asked["prompts"]) == len(asked["metadata"]):
-                    raise ValueError("shape, prompts and metadata do not agree")
-                scores = reward(videos, asked["prompts"], asked["metadata"])
-            except Exception as error:
-                return self.answer(500 if isinstance(error, RewardError) else 400, {"error": str(error)})
-            return self.answer(200, {"total": reward.mix(scores).tolist()} | reward.by_name(scores))
-
-    with HTTPServer((config.host, config.port), Handler) as server:
-        print(
-            f"reward {config.reward} at http://{config.host}:{server.server_port} (POST /score, GET /health)",
-            flush=True,
-        )
-        server.serve_forever()
-
-
 # ==== Rollout =========================================================================================================
 
 
 class Schedule:
     """What a mask of stochastic steps [B, N] means for each video: its sigmas, and which videos are still one.
 
-    grid float64 [B, N + 1]: the schedule up to the video's last stochastic step, then a tail with the share `compress`
-    of the remaining steps (0 behind its end). length [B]: its number of steps. first, last [B]: its first and last
-    stochastic step (N and -1 without one).
+    grid float64 [B, N + 1]: the schedule up to the last stochastic step, then a tail with the share `compress` of the
+    remaining steps. length [B]: a video's number of steps. first, last [B]: its first and last stochastic step.
     """
 
     def __init__(self, sde_mask: Tensor, config: Config, groups: list[int]):
@@ -1255,9 +1089,8 @@ class Schedule:
 
 @dataclass
 class Rollout:
-    """Videos, and the transitions to train on; nothing else of the trajectories is kept.
-
-    Videos that share a latent share its row in `states`, so that training too evaluates the transformer once for all.
+    """Videos, and the transitions to train on. Videos that share a latent share its row in `states`, so that training
+    too evaluates the transformer once for all of them; nothing else of the trajectories is kept.
     """
 
     latents: Tensor  # [B, C, T, H, W], final
@@ -1268,17 +1101,6 @@ class Rollout:
     video: Tensor  # [M], its row in latents
     step: Tensor  # [M], its step
 
-    @staticmethod
-    def cat(parts: list["Rollout"]) -> "Rollout":
-        """Join rollouts, renumbering their rows."""
-        joined: dict[str, list] = {field.name: [] for field in dataclasses.fields(Rollout)}
-        offset = {"state": 0, "video": 0}
-        for part in parts:
-            for name, values in joined.items():
-                values.append(getattr(part, name) + offset.get(name, 0))
-            offset = {"state": offset["state"] + len(part.states), "video": offset["video"] + len(part.latents)}
-        return Rollout(**{name: torch.cat(values) for name, values in joined.items()})
-
 
 def micro_batches(rows: list[int], policy: WanPolicy) -> list[list[int]]:
     """Split rows into batches of --micro_batch; on a sharded model equally many, perhaps empty, on every process."""
@@ -1286,13 +1108,11 @@ def micro_batches(rows: list[int], policy: WanPolicy) -> list[list[int]]:
     return [rows[j * size : (j + 1) * size] for j in range(global_max(math.ceil(len(rows) / size), policy))]
 
 
-# fmt: off
 @torch.no_grad()
 def rollout(
     policy: WanPolicy, config: Config, prompts: list[str], noise: Tensor, sde_mask: Tensor, keys: list[tuple],
     train_mask: Tensor | None = None, groups: list[int] | None = None,
-) -> Rollout:
-    # fmt: on
+) -> Rollout:  # fmt: skip
     """Denoise videos: a stochastic step where sde_mask says so, else a deterministic one (Euler; dpm2 after the last).
 
     Args: prompts [B]; noise [B, C, T, H, W], the latents at sigma = 1; sde_mask bool [B, N]; keys [B], which seed each
@@ -1351,30 +1171,22 @@ def evaluations(config: Config, update: int = 0) -> int:
     for owner, trained in ((plan.owners(t), train_mask[:, t]) for t in range(max(plan.length))):
         total += len({*owner.values()}) + training * len({o for i, o in owner.items() if trained[i]})
     return total * (1 if config.guidance_scale == 1 else 2)
+
+
 # ==== Checkpoints =====================================================================================================
 
 
-@dataclass
 class State:
     """All that changes in training. What is random is seeded by (seed, update, ...), so no generator is among it."""
 
-    accelerator: Any  # accelerate's Accelerator: processes, device, trackers
-    policy: WanPolicy
-    optimizer: torch.optim.Optimizer
-    ema: dict[str, Tensor]  # moving average of the trained weights
-    counters: dict[str, Any]  # update, nfe, ema_steps, bad_updates, eval_scale
-
-    @classmethod
-    def new(cls, accelerator, policy: WanPolicy, config: Config) -> "State":
-        """The state before training. AdamW's moments are made at once, so that every checkpoint has them."""
-        params = list(policy.trained.values())
-        optimizer = torch.optim.AdamW(params, lr=config.lr, weight_decay=config.weight_decay, eps=config.adam_eps)
-        for p in params:
+    def __init__(self, accelerator: Accelerator, policy: WanPolicy, config: Config):
+        self.accelerator, self.policy, params = accelerator, policy, list(policy.trained.values())
+        self.counters = {"update": 0, "nfe": 0, "ema_steps": 0, "bad_updates": 0, "eval_scale": None}
+        self.ema = {name: p.detach().clone() for name, p in policy.trained.items()}  # average of the trained weights
+        self.optimizer = torch.optim.AdamW(params, config.lr, eps=config.adam_eps, weight_decay=config.weight_decay)
+        for p in params:  # AdamW's moments, made at once so that every checkpoint has them
             moments = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-            optimizer.state[p] = {"step": torch.tensor(0.0), **moments}
-        ema = {name: p.detach().clone() for name, p in policy.trained.items()}
-        counters = {"update": 0, "nfe": 0, "ema_steps": 0, "bad_updates": 0, "eval_scale": None}
-        return cls(accelerator, policy, optimizer, ema, counters)
+            self.optimizer.state[p] = {"step": torch.tensor(0.0), **moments}
 
     def tensors(self) -> dict[str, Tensor]:
         """A checkpoint's tensors by name; sharded ones are DTensors, which any number of processes can load."""
@@ -1409,20 +1221,11 @@ class State:
         finally:
             swap()
 
-    def check_replicas(self) -> None:
-        """Raise RuntimeError if the replicas' trained weights differ in a single bit."""
-        parts = [local_slice(p.detach())[0].contiguous() for p in self.policy.trained.values()]
-        bits = sum(int(part.view(torch.int32).sum(dtype=torch.int64)) for part in parts)
-        shard = self.policy.mesh.get_local_rank("shard") if self.policy.mesh is not None else 0
-        found = set(gather_object([(shard, bits)]))
-        if len(found) != len({shard for shard, _ in found}):
-            raise RuntimeError(f"the replicas' weights differ: (shard, checksum) {sorted(found)}")
-
 
 # What a resumed run may change: where, how long and how fast it runs, not what comes out.
-FREE = """num_updates max_nfe micro_batch cfg_batch gradient_checkpointing compile shard_size timeout max_bad_updates
-reward_on_error reward_timeout reward_token eval_every eval_videos save_every keep output_dir run_name resume tracker fps
-host port""".split()
+FREE = """num_updates max_nfe micro_batch cfg_batch gradient_checkpointing shard_size timeout max_bad_updates
+reward_on_error
+eval_every eval_videos save_every keep output_dir run_name resume tracker fps""".split()
 
 
 def settings(config: Config) -> dict:
@@ -1442,7 +1245,6 @@ def save_checkpoint(state: State, config: Config, folder: Path) -> None:
 
     Tensors go through torch.distributed.checkpoint into safetensors (its own format pickles), all else into JSON.
     """
-    state.check_replicas()
     final, partial = folder / "checkpoints" / f"{state.counters['update']:06d}", folder / "checkpoints" / ".partial"
     if state.accelerator.is_main_process:
         shutil.rmtree(partial, ignore_errors=True)
@@ -1464,9 +1266,9 @@ def save_checkpoint(state: State, config: Config, folder: Path) -> None:
 
 
 def load_checkpoint(state: State, config: Config, folder: Path) -> Path | None:
-    """Load the newest whole checkpoint, whatever number of processes wrote it; returns its path, None without one.
+    """Load the newest whole checkpoint, whatever number of processes wrote it, and return its path; None without one.
 
-    One with missing or truncated files is named on stderr and passed over. Raises UserError for other settings.
+    A damaged one is named on stderr and passed over. Raises UserError for one that was made with other settings.
     """
     for path in sorted((folder / "checkpoints").glob("[0-9]*"), reverse=True):
         try:
@@ -1519,8 +1321,7 @@ def export(state: State, config: Config, folder: Path) -> None:
 def evaluate(state: State, config: Config, reward: Reward, prompts: list[dict], folder: Path) -> dict:
     """Reward on held-out prompts: deterministic steps, averaged weights, and noise that is the same for every seed.
 
-    Writes videos/<update>/. Returns eval_reward and its 95 % interval over prompts (eval_ci), each prompt's reward, and
-    the pixels' standard deviation. Raises RewardError on every process if the reward fails on one.
+    Writes videos/<update>/. Returns eval_* metrics (eval_ci: half the 95 % interval over prompts). Raises RewardError.
     """
     policy, target, videos = state.policy, folder / "videos" / f"{state.counters['update']:06d}", []
     rank, world, nfe = state.accelerator.process_index, state.accelerator.num_processes, policy.nfe
@@ -1533,15 +1334,14 @@ def evaluate(state: State, config: Config, reward: Reward, prompts: list[dict], 
             done = rollout(policy, sampler, texts, noise.to(policy.device), no_sde, [()] * len(batch))
             videos += policy.decode(done.latents)
     policy.nfe = nfe  # a run's cost is that of its training
-    scores, error, _ = score_or_error(reward, torch.stack(videos), [prompts[i] for i in mine])
+    scores, error = score_or_error(reward, torch.stack(videos), [prompts[i] for i in mine])
     pixel_std = torch.stack(videos).float().std().item()
     gathered = gather_object([(mine, scores.tolist(), error and str(error), pixel_std)])
     raise_together(error, [e for _, _, e, _ in gathered])
     by_prompt = {i: row for indices, rows, _, _ in gathered for i, row in zip(indices, rows, strict=True)}
     scores = torch.tensor([by_prompt[i] for i in range(len(prompts))])
     if state.counters["eval_scale"] is None:
-        parts = scores[:, : len(reward.parts)]
-        state.counters["eval_scale"] = [parts.mean(0).tolist(), parts.std(0).nan_to_num(1.0).tolist()]
+        state.counters["eval_scale"] = [scores.mean(0).tolist(), scores.std(0).nan_to_num(1.0).tolist()]
     rewards = reward.mix(scores, state.counters["eval_scale"]).tolist()
     for i, video in zip(mine, videos, strict=True):
         if i < config.eval_videos:
@@ -1551,7 +1351,7 @@ def evaluate(state: State, config: Config, reward: Reward, prompts: list[dict], 
         write_atomically(target / "index.jsonl", "".join(f"{json.dumps(row)}\n" for row in index[: config.eval_videos]))
     mean, half_width = mean_and_interval(rewards)
     metrics = {"eval_reward": mean, "eval_ci": half_width, "eval_rewards": rewards}
-    return metrics | {"eval_pixel_std": min(std for *_, std in gathered)} | {f"eval/{name}": sum(c) / len(c) for name, c in reward.by_name(scores).items()}
+    return metrics | {"eval_pixel_std": min(std for *_, std in gathered)} | reward.means("eval/", scores)
 
 
 def mean_and_interval(values: list[float]) -> tuple[float, float]:
@@ -1565,20 +1365,14 @@ def mean_and_interval(values: list[float]) -> tuple[float, float]:
 
 def write_video(path: Path, video: Tensor, fps: int) -> None:
     """Write uint8 [T, H, W, 3] as mp4; a small one is enlarged by nearest neighbour to about 256 pixels."""
-    import imageio
-
     path.parent.mkdir(parents=True, exist_ok=True)
     factor = max(1, 256 // max(video.shape[1:3]))
     frames = repeat(video, "t h w c -> t (h a) (w b) c", a=factor, b=factor).numpy()
-    imageio.mimwrite(path, frames, fps=fps, macro_block_size=2, quality=9, output_params=["-loglevel", "error"])
+    iio.imwrite(path, frames, fps=fps, macro_block_size=2, quality=9, output_params=["-loglevel", "error"])
 
 
 def draw_pictures(folder: Path, history: list[dict], title: str) -> None:
     """reward.png: training and held-out reward. before_after.png: frames of the first and the newest evaluation."""
-    import imageio.v3 as iio
-    import numpy as np
-    from matplotlib.figure import Figure
-
     updates, tests = [m for m in history if "reward_mean" in m], [m for m in history if "eval_reward" in m]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
@@ -1592,7 +1386,6 @@ def draw_pictures(folder: Path, history: list[dict], title: str) -> None:
     figure.savefig(folder / "reward.png", dpi=130)
     first, last = (folder / "videos" / f"{m['update']:06d}" for m in (tests[0], tests[-1]))
     rows = [json.loads(line) for line in read_lines(first / "index.jsonl") if first != last][:8]
-    rows = [row for row in rows if (last / row["file"]).exists()]
     figure = Figure(figsize=(12, len(rows) + 0.4), layout="constrained")
     for i, axes in enumerate(figure.subplots(len(rows), 2, squeeze=False).flat if rows else []):
         frames = iio.imread((first, last)[i % 2] / rows[i // 2]["file"])
@@ -1608,6 +1401,8 @@ def read_lines(path: Path) -> list[str]:
     """The whole lines of a file, whose last line a killed process may have left unfinished; none if it is missing."""
     text = path.read_text() if path.exists() else ""
     return text[: text.rfind("\n") + 1].splitlines()
+
+
 # ==== Training ========================================================================================================
 
 
@@ -1628,14 +1423,12 @@ def draw_prompts(config: Config, prompts: list[dict], update: int) -> list[dict]
     return [item for item in slots for _ in range(config.group_size)]
 
 
-def score_or_error(reward: Reward, videos: Tensor, items: list[dict]) -> tuple[Tensor, RewardError | None, float]:
-    """Scores [B, columns] (NaN if the reward failed), the error if it did, and the seconds that it took."""
-    started, error = time.perf_counter(), None
+def score_or_error(reward: Reward, videos: Tensor, items: list[dict]) -> tuple[Tensor, RewardError | None]:
+    """Scores [B, columns], all NaN if the reward failed, and its error if it did."""
     try:
-        scores = reward(videos, [item["prompt"] for item in items], items)
+        return reward(videos, [item["prompt"] for item in items], items), None
     except RewardError as failure:
-        scores, error = torch.full((len(items), len(reward.names)), math.nan), failure
-    return scores, error, time.perf_counter() - started
+        return torch.full((len(items), len(reward.names)), math.nan), failure
 
 
 def raise_together(own: Exception | None, errors: list[str | None]) -> None:
@@ -1646,40 +1439,36 @@ def raise_together(own: Exception | None, errors: list[str | None]) -> None:
 
 
 def collect(state: State, config: Config, reward: Reward, items: list[dict], mine: range, phases: dict):
-    """Make this process's videos of an update, and score them in the background while the next ones are made.
+    """Make and score this process's videos of an update: rows `mine` of the global batch, whose prompts are `items`.
 
-    Args: items, the prompts of the global batch; mine, this process's rows of it.
-    Returns the Rollout, the scores [b, columns] and the first RewardError, if there was one.
+    Returns the Rollout, the scores [b, parts] (NaN where the reward failed) and the first RewardError, or None.
     """
-    policy, update, size = state.policy, state.counters["update"], config.group_size
-    sde_mask, train_mask = draw_masks(config, update)
-    batch = max(config.micro_batch // size, 1) * size  # whole groups, so that a shared prefix is computed once
-    parts, jobs = [], []
-    with ThreadPoolExecutor(1) as background:
-        for rows in (list(mine[start : start + batch]) for start in range(0, len(mine), batch)):
-            place = [divmod(i, size) for i in rows]  # (prompt slot, sample)
-            # A group that shares its noise starts as one video; otherwise each starts from its own.
-            key = [(slot,) if config.group_noise == "shared" else (slot, sample) for slot, sample in place]
-            starts = [generator(config.seed, "noise", update, *k) for k in key]
-            with timed(phases, "seconds_rollout", policy.device):
-                noise = torch.stack([torch.randn(policy.latent_shape, generator=g) for g in starts]).to(policy.device)
-                texts, keys = [items[i]["prompt"] for i in rows], [(config.seed, "step", update, *p) for p in place]
-                groups = [slot for slot, _ in place]
-                parts.append(rollout(policy, config, texts, noise, sde_mask[rows], keys, train_mask[rows], groups))
-            with timed(phases, "seconds_decode", policy.device):
-                videos = policy.decode(parts[-1].latents)
-            jobs.append(background.submit(score_or_error, reward, videos, [items[i] for i in rows]))
-        with timed(phases, "seconds_reward", policy.device):  # what the rollouts could not hide
-            scores, errors, seconds = zip(*(job.result() for job in jobs), strict=True)
-    phases["seconds_reward_hidden"] = max(0.0, sum(seconds) - phases["seconds_reward"])
-    return Rollout.cat(parts), torch.cat(scores), next(filter(None, errors), None)
+    policy, update = state.policy, state.counters["update"]
+    sde_mask, train_mask = (mask[mine.start : mine.stop] for mask in draw_masks(config, update))
+    place = [divmod(i, config.group_size) for i in mine]  # (prompt slot, sample)
+    groups = [slot for slot, _ in place]
+    # A group that shares its noise starts as one video; otherwise each starts from its own.
+    key = [(slot,) if config.group_noise == "shared" else (slot, sample) for slot, sample in place]
+    with timed(phases, "seconds_rollout", policy.device):
+        starts = [torch.randn(policy.latent_shape, generator=generator(config.seed, "noise", update, *k)) for k in key]
+        texts, keys = [items[i]["prompt"] for i in mine], [(config.seed, "step", update, *p) for p in place]
+        noise = torch.stack(starts).to(policy.device)
+        rolled = rollout(policy, config, texts, noise, sde_mask, keys, train_mask, groups)
+    scores, errors = [], []
+    for slot in dict.fromkeys(groups):
+        rows = [row for row, group in enumerate(groups) if group == slot]
+        with timed(phases, "seconds_decode", policy.device):
+            videos = policy.decode(rolled.latents[rows])
+        with timed(phases, "seconds_reward", policy.device):
+            values, error = score_or_error(reward, videos, [items[mine[row]] for row in rows])
+        scores.append(values)
+        errors += [error] if error else []
+    return rolled, torch.cat(scores), errors[0] if errors else None
 
 
-# fmt: off
 def learn(
     state: State, config: Config, rolled: Rollout, texts: list[str], advantages: Tensor, weights: Tensor, total: int
-) -> dict[str, float]:
-    # fmt: on
+) -> dict[str, float]:  # fmt: skip
     """One optimizer step on this process's transitions. A non-finite gradient skips it, on all processes alike.
 
     Args: texts [b], advantages [b] and weights [b, N] of this process's videos and their steps; total, the number of
@@ -1707,8 +1496,10 @@ def learn(
         loss, stats = grpo_loss(log_prob, rolled.log_prob[rows], a, w, config.clip_range)
         kl = torch.zeros_like(loss)
         if config.kl:  # between Gaussians of one std
-            with torch.no_grad(), policy.reference():
+            with torch.no_grad():
+                _ = [expert.disable_adapters() for expert in policy.experts]
                 reference, _, _ = sde_step(x[at], policy.velocity(x, sigma, prompts)[at], *step)
+                _ = [expert.enable_adapters() for expert in policy.experts]
             kl = ((mean - reference) ** 2 / (2 * std**2)).flatten(1).mean(1).mean()
         # FSDP averages gradients over the processes, but this is their sum: each adds its share of the global mean.
         share = len(rows) / total
@@ -1752,24 +1543,28 @@ def train(config: Config, progress: bool = True) -> list[dict]:
     policy = WanPolicy(config, device, mesh)
     texts = [item["prompt"] for item in prompts + held_out]
     policy.encode(texts, accelerator.is_local_main_process, accelerator.wait_for_everyone)
-    state, history = State.new(accelerator, policy, config), []
+    state, history = State(accelerator, policy, config), []
     counters = state.counters
-    say(describe(state, config, world))
+    say(describe(state, config))
 
     # Begin, or continue from the newest whole checkpoint.
     folder.mkdir(parents=True, exist_ok=True)
     found = load_checkpoint(state, config, folder) if config.resume else None
     if found:
         counters = state.counters
-        history = [m for m in map(json.loads, read_lines(folder / "metrics.jsonl")) if m["update"] <= counters["update"]]
+        lines = map(json.loads, read_lines(folder / "metrics.jsonl"))
+        history = [metrics for metrics in lines if metrics["update"] <= counters["update"]]
         say(f"resuming after update {counters['update']}, from {found}")
     accelerator.wait_for_everyone()  # all have read the metrics that the main process now rewrites
     if is_main:
         write_atomically(folder / "metrics.jsonl", "".join(f"{json.dumps(m)}\n" for m in history))
-        about = asdict(config) | {"reward_token": None, "made_with": versions()}
+        git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
+        packages = {name: version(name) for name in ("torch", "diffusers", "transformers", "accelerate", "peft")}
+        about = asdict(config) | {"versions": packages, "commit": commit}
         write_atomically(folder / "config.json", json.dumps(about, indent=1))
     if tracker:
-        accelerator.init_trackers("logs", {name: value for name, value in settings(config).items() if value is not None})
+        accelerator.init_trackers("logs", {k: v for k, v in settings(config).items() if v is not None})
 
     def log(metrics: dict) -> None:
         history.append(metrics)
@@ -1783,25 +1578,26 @@ def train(config: Config, progress: bool = True) -> list[dict]:
             return  # before the checkpoint that was resumed
         started = time.perf_counter()
         result = evaluate(state, config, reward, held_out, folder)
-        log({"update": counters["update"], "nfe": counters["nfe"], **result, "seconds_eval": time.perf_counter() - started})
-        tests = [m["eval_reward"] for m in history if "eval_reward" in m]
-        collapsed = len(tests) > 3 and max(tests[-3:]) < tests[0] or result["eval_pixel_std"] < 1
-        warning = "collapse? the reward stays below its start, or the videos are blank; try a smaller --lr"
-        say(f"warning: {warning}") if collapsed else None
+        seconds = time.perf_counter() - started
+        log({"update": counters["update"], "nfe": counters["nfe"], **result, "seconds_eval": seconds})
+        tests, title = [m["eval_reward"] for m in history if "eval_reward" in m], folder.name
+        if (len(tests) > 3 and max(tests[-3:]) < tests[0]) or result["eval_pixel_std"] < 1:
+            title = "collapse? the reward stays below its start, or the videos are blank; try a smaller --lr"
+            say(f"warning: {title}")
         if is_main:
-            draw_pictures(folder, history, warning if collapsed else folder.name)
+            draw_pictures(folder, history, title)
 
     stop: list[bool] = []
     signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
     unit, goal = ("nfe", config.max_nfe) if config.max_nfe else ("update", config.num_updates)
     bar = tqdm(total=goal, unit=f" {unit}s", disable=not (is_main and progress), dynamic_ncols=True)
     try:
-        state.check_replicas()
         test()
         while counters[unit] < goal:
             bar.update(counters[unit] - bar.n)
             # 1. Videos of the current policy, and their scores.
-            started, phases, update, evaluated, policy.seconds = time.perf_counter(), {}, counters["update"], policy.nfe, 0.0
+            started, phases, update = time.perf_counter(), {}, counters["update"]
+            evaluated, policy.seconds = policy.nfe, 0.0
             items = draw_prompts(config, prompts, update)
             mine = range(rank * len(items) // world, (rank + 1) * len(items) // world)
             rolled, scores, error = collect(state, config, reward, items, mine, phases)
@@ -1840,10 +1636,11 @@ def train(config: Config, progress: bool = True) -> list[dict]:
                 "bad_updates": counters["bad_updates"],
                 "seconds": time.perf_counter() - started, "seconds_transformer": policy.seconds, **phases,
             }  # fmt: skip
-            log(metrics | {f"reward/{name}": sum(c) / len(c) for name, c in reward.by_name(scores[kept]).items()})
+            log(metrics | reward.means("reward/", scores[kept]))
             bar.set_postfix({key: f"{metrics[key]:.2e}" for key in ("reward_mean", "loss", "grad_norm")})
             if update == 0 and metrics["ratio_dev_max"] > config.clip_range:
-                say(f"warning: ratio_dev_max is {metrics['ratio_dev_max']:.1e} on the first pass, {RATIO_WARNING}")
+                say(f"warning: ratio_dev_max is {metrics['ratio_dev_max']:.1e} on the first pass, above --clip_range: "
+                    "rounding alone makes PPO clip the batch; use --dtype fp32 or a larger --clip_range")  # fmt: skip
             if counters["bad_updates"] >= config.max_bad_updates:
                 raise FloatingPointError(f"{config.max_bad_updates} updates in a row had a non-finite gradient")
             if config.eval_every and counters["update"] % config.eval_every == 0:
@@ -1865,65 +1662,41 @@ def train(config: Config, progress: bool = True) -> list[dict]:
     return history
 
 
-RATIO_WARNING = """above the clip range. The log-probabilities of rollout and training
-differ by rounding, so PPO clips gradients that are on-policy and much of the batch teaches nothing. Use --dtype fp32, or
-a larger --clip_range."""
-
-
 def summary(history: list[dict], folder: Path) -> str:
     """The table at the end of a run."""
     tests, updates = [m for m in history if "eval_reward" in m], [m for m in history if "reward_mean" in m]
-    before, after = tests[0], tests[-1]
-    gains = [b - a for a, b in zip(before["eval_rewards"], after["eval_rewards"], strict=True)]
-    rows = {f"held-out reward after {m['update']} updates": f"{m['eval_reward']:.3f} +- {m['eval_ci']:.3f}" for m in (before, after)}
-    rows[f"its gain, over {len(gains)} prompts"] = "{:.3f} +- {:.3f} (95 % interval)".format(*mean_and_interval(gains))
-    rows["transformer evaluations"] = f"{history[-1]['nfe']:,}"
-    total = {name: sum(m[f"seconds_{name}"] for m in updates) for name in ("rollout", "decode", "reward", "train")}
-    rows["seconds"] = ", ".join(f"{name} {seconds:.1f}" for name, seconds in total.items())
-    rows["files"] = f"{folder}: reward.png, before_after.png, videos/, lora/, metrics.jsonl"
-    return "\n" + "\n".join(f"{name:<36} {value}" for name, value in rows.items())
+    gains = [b - a for a, b in zip(tests[0]["eval_rewards"], tests[-1]["eval_rewards"], strict=True)]
+    spent = {name: sum(m[f"seconds_{name}"] for m in updates) for name in ("rollout", "decode", "reward", "train")}
+    interval = "{:.3f} +- {:.3f}"
+    return f"""
+held-out reward before   {interval.format(tests[0]["eval_reward"], tests[0]["eval_ci"])}
+held-out reward after    {interval.format(tests[-1]["eval_reward"], tests[-1]["eval_ci"])}
+gain                     {interval.format(*mean_and_interval(gains))}   (95 % interval over {len(gains)} prompts)
+updates, evaluations     {tests[-1]["update"]}, {history[-1]["nfe"]:,}
+seconds                  {", ".join(f"{name} {seconds:.1f}" for name, seconds in spent.items())}
+files                    {folder}: reward.png, before_after.png, videos/, lora/, metrics.jsonl"""
 
 
-def versions() -> dict:
-    """What a run was made with: the packages, and this file's commit where it is under git."""
-    from importlib.metadata import version
-    from subprocess import run
-
-    git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
-    commit = run(git, capture_output=True, text=True, check=False).stdout.strip() if shutil.which("git") else ""
-    packages = ("torch", "diffusers", "transformers", "accelerate", "peft")
-    return {name: version(name) for name in packages} | {"commit": commit}
-
-
-def describe(state: State, config: Config, world: int) -> str:
+def describe(state: State, config: Config) -> str:
     """The settings after filling and the sharding plan, as printed at the start of a run."""
-    mesh, policy = state.policy.mesh, state.policy
-    replicas, shards = (mesh.size(0), mesh.size(1)) if mesh is not None else (world, 1)
+    policy, mesh = state.policy, state.policy.mesh
+    replicas, shards = (mesh.size(0), mesh.size(1)) if mesh is not None else (1, 1)
     weights = sum(p.numel() * p.element_size() for expert in policy.experts for p in expert.parameters()) / shards
     trained = sum(p.numel() for p in policy.trained.values())
-    lines = ["  ".join(f"{name}={value}" for name, value in settings(config).items() if value is not None)]
-    lines += [f"flow shift {config.flow_shift:g} for {config.height} x {config.width} pixels, latents {policy.latent_shape}"]
-    lines += [f"{replicas} replicas x {shards} shards; {trained:,} trained numbers, {evaluations(config):,} evaluations an update"]
-    parts = {"weights": weights, "gradients": 4 * trained / shards, "optimizer and average": 12 * trained / shards}
-    lines += ["MB a process: " + ", ".join(f"{name} {size / 1e6:,.1f}" for name, size in parts.items())]
-    return "\n".join(lines)
-
-
-def main(job: str, config: Config) -> int:
-    """Run a parsed command line; returns the exit code."""
-    try:
-        if job == "serve":
-            serve(config)
-        else:
-            train(config)
-    except UserError as error:
-        print(f"flash_grpo.py: error: {error}", file=sys.stderr)
-        return 2
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-    return 0
+    filled = "  ".join(f"{name}={value}" for name, value in settings(config).items() if value is not None)
+    return f"""{filled}
+flow shift {config.flow_shift:g} for {config.height} x {config.width} pixels, latents {policy.latent_shape}
+{replicas} replicas x {shards} shards; {trained:,} trained numbers; {evaluations(config):,} evaluations an update
+MB a process: weights {weights / 1e6:,.1f}, gradients {4e-6 * trained / shards:,.1f}, optimizer and average \
+{12e-6 * trained / shards:,.1f}"""
 
 
 if __name__ == "__main__":
-    sys.exit(main(JOB, CONFIG))
+    try:
+        train(CONFIG)
+    except UserError as problem:
+        print(f"flash_grpo.py: error: {problem}", file=sys.stderr)
+        sys.exit(2)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()

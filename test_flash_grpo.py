@@ -1,0 +1,623 @@
+"""Tests of flash_grpo.py, on the CPU: closed forms for the algorithm, the tiny model for everything that runs.
+
+OMP_NUM_THREADS=1 python -m pytest -q test_flash_grpo.py
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import imageio.v3 as imageio
+import pytest
+import torch
+from diffusers import UniPCMultistepScheduler
+from safetensors.torch import load_file
+
+import flash_grpo as fg
+
+SCRIPT = Path(__file__).parent / "flash_grpo.py"
+KINDS = ["wan", "flow", "dance", "cps"]
+F64 = torch.float64
+
+
+def run_script(*arguments, python=(), **options):
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *python, str(SCRIPT), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, **options)
+
+
+# ==== Schedule and stochastic step ====================================================================================
+
+# The reciprocals of lambda that the authors' training script lists for the first ten of 20 steps, and the noise levels
+# they come from (UniPC of diffusers 0.33, flow shift 3); below, the same formula on the levels of diffusers 0.42.1.
+# fmt: off
+SIGMAS_033 = [
+    0.9996664442961973, 0.9824195162347744, 0.963941104996069, 0.944094429826187, 0.9227216748768474,
+    0.8996397838703222, 0.8746352038689236, 0.8474572584504284, 0.817809714389667, 0.785339939968555, 0.7496248124062032,
+]
+PUBLISHED = [7.477, 7.0414, 6.6112, 6.1867, 5.7682, 5.3559, 4.9502, 4.5513, 4.1596, 3.7754]
+INVERSE_042 = [7.4887, 7.0526, 6.6221, 6.1973, 5.7785, 5.3659, 4.9599, 4.5607, 4.1687, 3.7842]
+# fmt: on
+
+
+def inverse_lambda(sigmas):
+    x = torch.zeros(10, 1, 1, 1, 1, dtype=F64)
+    return 1 / fg.sde_step(x, x, sigmas[:10], sigmas[1:11], sigmas[1], "wan")[2].flatten()
+
+
+def test_published_rectification_constants():
+    found = inverse_lambda(torch.tensor(SIGMAS_033, dtype=F64))
+    assert (found - torch.tensor(PUBLISHED, dtype=F64)).abs().max() < 1e-4
+
+
+def test_rectification_constants_of_the_installed_diffusers():
+    scheduler = UniPCMultistepScheduler(flow_shift=3.0, use_flow_sigmas=True, prediction_type="flow_prediction")
+    scheduler.set_timesteps(20)
+    assert (inverse_lambda(scheduler.sigmas.double()) - torch.tensor(INVERSE_042, dtype=F64)).abs().max() < 1e-4
+
+
+def test_sigmas_closed_form():
+    assert torch.equal(fg.make_sigmas(4, 1.0), torch.tensor([1, 0.75, 0.5, 0.25, 0], dtype=F64))
+    assert fg.make_sigmas(4, 3.0).tolist() == pytest.approx([1, 0.9, 0.75, 0.5, 0], rel=1e-15)
+    for wrong in ((0, 3.0), (4, 0.0), (4, math.nan)):
+        with pytest.raises(ValueError):
+            fg.make_sigmas(*wrong)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("where", ["first", "middle", "last"])
+def test_grad_scale_is_the_norm_of_the_policy_gradient(kind, where):
+    """lambda = |d log p / d v| / |z| at the x' = mean + std z that was drawn."""
+    k = {"first": 0, "middle": 5, "last": 8 if kind == "cps" else 9}[where]  # the last step of cps has no noise
+    sigmas = fg.make_sigmas(10, 3.0)
+    x, v, z = torch.randn(3, 1, 3, 2, 4, 4, dtype=F64, generator=torch.Generator().manual_seed(k))
+    v.requires_grad_()
+    mean, std, grad_scale = fg.sde_step(x, v, sigmas[k], sigmas[k + 1], sigmas[1], kind)
+    log_prob = fg.gaussian_log_prob((mean + std * z).detach(), mean, std) * x.numel()
+    (gradient,) = torch.autograd.grad(log_prob.sum(), v)
+    assert (gradient.norm() / z.norm()).item() == pytest.approx(grad_scale.item(), rel=1e-9)
+
+
+def test_log_prob_is_the_mean_normal_density():
+    x, mean, std = torch.randn(2, 3, 2, 4, 4, dtype=F64), torch.zeros(1, dtype=F64), torch.tensor(0.3, dtype=F64)
+    expected = torch.distributions.Normal(mean, std).log_prob(x).flatten(1).mean(1)
+    torch.testing.assert_close(fg.gaussian_log_prob(x, mean, std), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "levels, kind", [((0.5, 0.5), "wan"), ((0.5, 0.6), "wan"), ((1.1, 0.5), "wan"), ((0.5, 0.0), "cps"), ((1, 0), "no")]
+)
+def test_impossible_steps_are_refused(levels, kind):
+    x = torch.zeros(1, 1, 1, 1, 1)
+    with pytest.raises(ValueError):
+        fg.sde_step(x, x, *levels, 0.9, kind)
+
+
+def test_a_wan_schedule_of_one_step_has_no_density():
+    x = torch.zeros(1, 1, 1, 1, 1)
+    with pytest.raises(ValueError, match="std 0"):
+        fg.sde_step(x, x, 1.0, 0.0, 0.0, "wan")
+
+
+def exact(sigma, m, c):
+    """Mean and variance of (1 - sigma) x0 + sigma eps with x0 ~ N(m, c^2)."""
+    return (1 - sigma) * m, (1 - sigma) ** 2 * c**2 + sigma**2
+
+
+def velocity(x, sigma, m, c):
+    """E[eps - x0 | x] for the same Gaussian."""
+    mean, variance = exact(sigma, m, c)
+    return -m + (sigma - (1 - sigma) * c**2) / variance * (x - mean)
+
+
+def moments(sigmas, kind, m, c, eta=0.7):
+    """Mean and variance after stochastic steps along sigmas, from the exact ones: each step is affine in x."""
+    mean, variance = exact(sigmas[0], m, c)
+    points = torch.tensor([0.0, 1.0], dtype=F64).view(2, 1, 1, 1, 1)
+    for sigma, sigma_next in zip(sigmas[:-1], sigmas[1:], strict=True):
+        v = velocity(points, sigma, m, c)
+        at, std, _ = fg.sde_step(points, v, sigma, sigma_next, sigmas[1], kind, eta)
+        offset, slope = at[0].squeeze(), (at[1] - at[0]).squeeze()
+        mean, variance = offset + slope * mean, slope**2 * variance + std.squeeze() ** 2
+    return torch.stack([mean, variance])
+
+
+# flow starts below 1: at 1 its noise level diverges, and a step there is large however small dt.
+GRIDS = {
+    "inside": lambda n: torch.linspace(0.95, 0.05, n + 1, dtype=F64),
+    "whole": lambda n: fg.make_sigmas(n, 3.0),
+}
+
+
+@pytest.mark.parametrize(
+    "kind, grid", [("wan", "inside"), ("flow", "inside"), ("dance", "inside"), ("wan", "whole"), ("dance", "whole")]
+)
+def test_stochastic_steps_keep_the_marginals(kind, grid):
+    """The error of mean and variance against Gaussian data falls like 1 / N."""
+    errors = []
+    for n in (400, 800, 1600):
+        sigmas = GRIDS[grid](n)
+        errors.append((moments(sigmas, kind, 1.5, 0.6) - torch.stack(exact(sigmas[-1], 1.5, 0.6))).abs().max())
+    first, second = errors[0] / errors[1], errors[1] / errors[2]
+    assert 2 * second - first == pytest.approx(2, abs=0.05)  # the ratio's own 1 / N extrapolated away
+    assert errors[-1] < 0.01
+
+
+@pytest.mark.parametrize("n", [2, 5, 10])
+def test_cps_is_exact_for_point_data(n):
+    sigmas = fg.make_sigmas(n, 3.0)[:-1]
+    expected = torch.stack(exact(sigmas[-1], 1.5, 0.0))
+    torch.testing.assert_close(moments(sigmas, "cps", 1.5, 0.0), expected, rtol=1e-12, atol=0)
+
+
+def test_cps_settles_off_the_marginal_for_spread_data():
+    """With small steps cps has the variance V (1 + cos) / (2 - sigma^2 (1 - cos) / V), and not V; 1 / N away from it."""
+    m, c, eta, sigma = 1.5, 0.6, 0.7, 0.4
+    _, v = exact(sigma, m, c)
+    cos = math.cos(eta * math.pi / 2)
+    limit = v * (1 + cos) / (2 - sigma**2 * (1 - cos) / v)
+    sizes = (1000, 2000, 4000)
+    found = [moments(torch.linspace(1, sigma, n + 1, dtype=F64), "cps", m, c, eta)[1].item() for n in sizes]
+    errors = [abs(value - limit) for value in found]
+    assert errors[0] / errors[1] == pytest.approx(2, abs=0.05)
+    assert errors[1] / errors[2] == pytest.approx(2, abs=0.05)
+    assert errors[2] < 0.01 * abs(limit - v)
+
+
+def test_solver_orders():
+    """Along the flow of Gaussian data the error falls by 4 a doubling for dpm2, by 2 for Euler."""
+    m, c, start = 1.5, 0.6, torch.full((1, 1, 1, 1, 1), 2.0, dtype=F64)
+
+    def errors(second_order):
+        found = []
+        for n in (200, 400, 800):
+            sigmas, x, x0_prev = torch.linspace(0.95, 0.05, n + 1, dtype=F64), start, None
+            for k in range(n):
+                x0 = x - sigmas[k] * velocity(x, sigmas[k], m, c)
+                x = fg.dpm2_step(x, x0, x0_prev, sigmas[max(k - 1, 0)], sigmas[k], sigmas[k + 1])
+                x0_prev = x0 if second_order else None
+            (mean0, v0), (mean1, v1) = exact(sigmas[0], m, c), exact(sigmas[-1], m, c)
+            found.append((x - mean1 - (start - mean0) * (v1 / v0).sqrt()).abs().item())
+        return found
+
+    for second_order, factor in ((True, 4), (False, 2)):
+        first, middle, last = errors(second_order)
+        assert first / middle == pytest.approx(factor, rel=0.05)
+        assert middle / last == pytest.approx(factor, rel=0.05)
+
+
+@pytest.mark.parametrize("levels", [(1.0, 0.9), (0.6, 0.5), (0.1, 0.0)])
+def test_dpm2_without_history_is_euler(levels):
+    x, v = torch.randn(2, 1, 3, 2, 4, 4, dtype=F64)
+    sigma, sigma_next = torch.tensor(levels, dtype=F64)
+    step = fg.dpm2_step(x, x - sigma * v, None, sigma, sigma, sigma_next)
+    torch.testing.assert_close(step, x + (sigma_next - sigma) * v, rtol=1e-12, atol=1e-12)
+
+
+# ==== Masks ===========================================================================================================
+
+
+def test_iso_videos_of_a_prompt_share_their_step_and_prompts_do_not():
+    mask = fg.draw_sde_mask(24, 4, 20, (0, 10)).view(24, 4, 20)
+    assert (mask.sum(2) == 1).all() and not mask[..., 10:].any()
+    assert (mask == mask[:, :1]).all()
+    assert len(mask[:, 0].int().argmax(1).unique()) > 1
+    later = fg.draw_sde_mask(24, 4, 20, (0, 10), update=1).view(24, 4, 20)
+    seeded = fg.draw_sde_mask(24, 4, 20, (0, 10), seed=1).view(24, 4, 20)
+    assert not torch.equal(mask, later) and not torch.equal(mask, seeded)
+
+
+def test_random_grouping_differs_inside_a_group():
+    mask = fg.draw_sde_mask(24, 4, 20, (0, 10), grouping="random").view(24, 4, 20)
+    assert (mask.sum(2) == 1).all() and not (mask == mask[:, :1]).all()
+
+
+def test_mask_is_a_pure_function():
+    first = fg.draw_sde_mask(6, 4, 20, (2, 9), 2, update=3, seed=5)
+    torch.rand(7)
+    assert torch.equal(first, fg.draw_sde_mask(6, 4, 20, (2, 9), 2, update=3, seed=5))
+
+
+@pytest.mark.parametrize("grouping", ["iso", "random"])
+def test_steps_are_drawn_uniformly_from_the_window(grouping):
+    """Chi-squared of 6000 draws of 5 steps against its 99.9 % quantile for 4 degrees of freedom."""
+    drawn = [fg.draw_sde_mask(500, 2, 10, (1, 6), grouping=grouping, update=u) for u in range(12)]
+    counts = torch.cat([mask[::2] for mask in drawn]).sum(0).double()
+    assert counts.sum() == 6000 and counts[0] == 0 and not counts[6:].any()
+    assert ((counts[1:6] - 1200) ** 2 / 1200).sum() < 18.467
+
+
+def masks(method, update=0):
+    return fg.draw_masks(fg.fill(fg.Config(method=method)), update)  # the tiny model: 10 steps, 6 x 8 videos
+
+
+@pytest.mark.parametrize("method", ["flash", "flash-shared"])
+def test_flash_has_one_stochastic_step_in_the_first_half(method):
+    sde, trained = masks(method)
+    assert torch.equal(sde, trained) and (sde.sum(1) == 1).all() and not sde[:, 5:].any()
+
+
+def test_flow_is_stochastic_and_trained_everywhere_but_the_last_step():
+    sde, trained = masks("flow")
+    assert torch.equal(sde, trained) and sde[:, :-1].all() and not sde[:, -1].any()
+
+
+def test_dance_trains_sixty_percent_of_its_steps():
+    sde, trained = masks("dance")
+    assert sde[:, :-1].all() and not sde[:, -1].any()
+    assert not (trained & ~sde).any() and (trained.sum(1) == 5).all()  # round(0.6 * 9)
+    assert not (trained == trained[:1]).all() and not torch.equal(trained, masks("dance", 1)[1])
+
+
+@pytest.mark.parametrize("method", ["mix", "mix-flash"])
+@pytest.mark.parametrize("update, start", [(0, 0), (24, 0), (25, 1), (50, 2), (125, 5), (10_000, 5)])
+def test_mix_moves_a_window_of_four_up_to_the_last_step_but_one(method, update, start):
+    sde, trained = masks(method, update)
+    expected = [start <= k < start + 4 for k in range(10)]
+    assert torch.equal(sde, trained) and sde.tolist() == [expected] * 48
+
+
+# ==== Advantages, weights, loss =======================================================================================
+
+
+def test_advantages_by_hand():
+    """Rewards 1 3 | 5 7: group means 2 and 6, deviations of 1; std sqrt(20/3) of the batch, sqrt(2) of a group."""
+    rewards, groups = torch.tensor([1.0, 3.0, 5.0, 7.0]), torch.tensor([0, 0, 1, 1])
+    for std, scale in (("global", math.sqrt(20 / 3)), ("group", math.sqrt(2))):
+        expected = torch.tensor([-1.0, 1.0, -1.0, 1.0], dtype=F64) / (scale + 1e-4)
+        assert torch.equal(fg.group_advantages(rewards, groups, std), expected.float())
+
+
+def test_groups_are_places_and_not_texts():
+    """A prompt drawn twice makes two groups, each with its own mean."""
+    config = fg.fill(fg.Config(prompts_per_update=2, group_size=2))
+    items = fg.draw_prompts(config, [{"prompt": "a red circle moving left"}], 0)
+    assert len(items) == 4 and len({item["prompt"] for item in items}) == 1
+    place = torch.arange(4) // config.group_size
+    advantages = fg.group_advantages(torch.tensor([0.0, 1.0, 10.0, 11.0]), place)
+    assert advantages[:2].tolist() == advantages[2:].tolist() and advantages[0] == -advantages[1]
+
+
+def test_equal_rewards_teach_nothing():
+    rewards, groups = torch.tensor([0.1, 0.1, 0.1, 5.0, 7.0, 9.0]), torch.tensor([0, 0, 0, 1, 1, 1])
+    for std in ("global", "group"):
+        assert fg.group_advantages(rewards, groups, std)[:3].tolist() == [0, 0, 0]
+    assert fg.group_advantages(torch.full((4,), 0.1), torch.zeros(4, dtype=torch.long)).tolist() == [0] * 4
+
+
+def test_advantages_are_clipped():
+    rewards = torch.zeros(100)
+    rewards[0] = 1.0
+    found = fg.group_advantages(rewards, torch.zeros(100, dtype=torch.long))
+    assert found[0] == 5 and found[1:].abs().max() < 5
+    assert fg.group_advantages(-rewards, torch.zeros(100, dtype=torch.long))[0] == -5
+
+
+@pytest.mark.parametrize(
+    "rewards, groups, std",
+    [
+        ([0.0, math.nan], [0, 0], "global"),
+        ([0.0, math.inf], [0, 0], "group"),
+        ([0.0, 1.0], [0], "global"),
+        ([[0.0, 1.0]], [[0, 0]], "global"),
+        ([0.0, 1.0], [0, 0], "batch"),
+    ],
+)
+def test_wrong_rewards_are_refused(rewards, groups, std):
+    with pytest.raises(ValueError):
+        fg.group_advantages(torch.tensor(rewards), torch.tensor(groups), std)
+
+
+def test_weights_divide_the_gradient_scale_out():
+    scales = fg.grad_scales(fg.fill(fg.Config(method="flash")))[:5]
+    weights, eps = fg.rectification_weights(scales), torch.finfo(torch.float32).eps
+    assert weights.double().mean().item() == pytest.approx(1, rel=eps)
+    pull = weights.double() * scales
+    assert pull.max() / pull.min() == pytest.approx(1, rel=2 * eps) and scales.max() > 1.1 * scales.min()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_grad_scales_are_those_of_the_steps(kind):
+    config = fg.fill(fg.Config(method="flow", sde=kind))
+    sigmas, x = fg.make_sigmas(10, 3.0), torch.zeros(9, 1, 1, 1, 1, dtype=F64)
+    steps = fg.sde_step(x, x, sigmas[:9], sigmas[1:10], sigmas[1], kind, config.eta)[2].flatten()
+    assert torch.equal(fg.grad_scales(config)[:9], steps)
+
+
+def test_on_policy_loss_of_unit_advantages_is_minus_one():
+    weights = fg.rectification_weights(torch.tensor([1.0, 1 / 3], dtype=F64))
+    assert weights.tolist() == [0.5, 1.5]
+    log_prob = torch.tensor([-0.7, 1.3], requires_grad=True)
+    loss, stats = fg.grpo_loss(log_prob, log_prob.detach(), torch.ones(2), weights, 1e-3)
+    loss.backward()
+    assert loss.item() == -1 and log_prob.grad.tolist() == [-0.25, -0.75]
+    assert stats["ratio_dev_max"] == 0 and stats["clip_fraction"] == 0
+
+
+def test_flash_loss_by_hand():
+    """lambda = 1/4, 1/2: w = 4/3, 2/3. rho = 1.01 twice, c = 0.001, A = 2, -1: min(2.02, 2.002), min(-1.01, -1.001)."""
+    weights = fg.rectification_weights(torch.tensor([0.25, 0.5], dtype=F64)).double()
+    old = torch.tensor([-1.0, 0.5], dtype=F64)
+    advantages = torch.tensor([2.0, -1.0], dtype=F64)
+    loss, stats = fg.grpo_loss(old + math.log(1.01), old, advantages, weights, 1e-3)
+    assert loss.item() == pytest.approx(-(4 / 3 * 2.002 - 2 / 3 * 1.01) / 2, rel=1e-7)
+    assert loss.item() == pytest.approx(-0.998, rel=1e-7)  # w is float32
+    assert stats["ratio_dev_max"].item() == pytest.approx(0.01) and stats["clip_fraction"] == 1
+
+
+# ==== Rollout =========================================================================================================
+
+
+@pytest.fixture(scope="module")
+def policy():
+    policy = fg.WanPolicy(fg.fill(fg.Config(method="flash")), torch.device("cpu"))
+    policy.encode(fg.TINY_PROMPTS)
+    return policy
+
+
+def roll(policy, config, rows=None):
+    """An update's rollout of 2 prompts x 3 videos, a prompt's videos from one noise; and the evaluations it took."""
+    config = replace(config, prompts_per_update=2, group_size=3)
+    sde_mask, train_mask = fg.draw_masks(config, 0)
+    rng = torch.Generator().manual_seed(3)
+    noise = torch.randn(2, *policy.latent_shape, generator=rng).repeat_interleave(3, 0)
+    prompts = [prompt for prompt in fg.TINY_PROMPTS[:2] for _ in range(3)]
+    keys, before = [("test", i) for i in range(6)], policy.nfe
+    rolled = fg.rollout(policy, config, prompts, noise, sde_mask, keys, train_mask, [0, 0, 0, 1, 1, 1])
+    return rolled, policy.nfe - before
+
+
+@pytest.mark.parametrize("method", list(fg.METHODS))
+def test_shared_noise_is_the_same_computation_with_fewer_evaluations(policy, method):
+    config = fg.fill(fg.Config(method=method))
+    apart, nfe_apart = roll(policy, replace(config, group_noise="independent"))
+    shared, nfe_shared = roll(policy, replace(config, group_noise="shared"))
+    assert nfe_shared < nfe_apart and len(shared.states) < len(apart.states)
+    for name in ("latents", "x_next", "log_prob"):
+        torch.testing.assert_close(getattr(shared, name), getattr(apart, name), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(shared.states[shared.state], apart.states[apart.state], rtol=1e-5, atol=1e-5)
+    assert torch.equal(shared.video, apart.video) and torch.equal(shared.step, apart.step)
+
+
+@pytest.mark.parametrize("method", ["flash", "flash-shared", "mix"])
+def test_fast_solver_leaves_the_trained_transitions_alone(policy, method):
+    config = fg.fill(fg.Config(method=method))
+    plain, nfe_plain = roll(policy, config)
+    fast, nfe_fast = roll(policy, replace(config, solver="dpm2", compress=0.4))
+    for name in ("states", "x_next", "log_prob", "state", "video", "step"):
+        assert torch.equal(getattr(plain, name), getattr(fast, name)), name
+    assert nfe_fast < nfe_plain and not torch.equal(plain.latents, fast.latents)
+
+
+def test_rollout_log_prob_is_that_of_its_transitions(policy):
+    """Evaluating the stored transition again gives the stored log-probability: rho starts at 1."""
+    config = fg.fill(fg.Config(method="flash"))
+    rolled, _ = roll(policy, config)
+    sigmas = fg.make_sigmas(config.num_steps, config.flow_shift)
+    x, sigma = rolled.states[rolled.state], sigmas[rolled.step]
+    with torch.no_grad():
+        v = policy.velocity(x, sigma, [fg.TINY_PROMPTS[i // 3] for i in rolled.video])
+    mean, std, _ = fg.sde_step(x, v, sigma, sigmas[rolled.step + 1], sigmas[1], config.sde, config.eta)
+    torch.testing.assert_close(fg.gaussian_log_prob(rolled.x_next, mean, std), rolled.log_prob, rtol=1e-5, atol=1e-5)
+
+
+# ==== Training ========================================================================================================
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Settings of a run of seconds."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "held_out.txt").write_text("a red circle moving left\n")
+    files = {"eval_prompts": str(folder / "held_out.txt"), "output_dir": str(folder)}
+    return fg.Config(prompts_per_update=2, group_size=2, eval_num_steps=2, eval_videos=0, tracker="none", **files)
+
+
+def untimed(history):
+    return [{k: v for k, v in metrics.items() if not k.startswith("seconds")} for metrics in history]
+
+
+VARIANTS = {method: {"method": method} for method in fg.METHODS} | {
+    "guided, checkpointed": {"method": "flash", "guidance_scale": 2.0, "gradient_checkpointing": True},
+    "kl, 2 epochs, random steps": {"method": "flash-shared", "kl": 0.1, "ppo_epochs": 2, "grouping": "random"},
+}
+
+
+@pytest.mark.parametrize("variant", list(VARIANTS))
+def test_an_update_takes_the_evaluations_of_the_formula_and_starts_on_policy(small, variant):
+    config = fg.fill(replace(small, num_updates=1, run_name=f"variant {variant}", **VARIANTS[variant]))
+    (update,) = [metrics for metrics in fg.train(config, progress=False) if "reward_mean" in metrics]
+    assert update["nfe"] == fg.evaluations(config, 0)
+    assert update["ratio_dev_max"] < 1e-6 and update["grad_norm"] > 0
+
+
+@pytest.fixture(scope="module")
+def whole(small):
+    """A run of 4 updates: its settings, its history and its folder."""
+    config = replace(small, num_updates=4, eval_every=2, run_name="whole")
+    return config, fg.train(config, progress=False), Path(small.output_dir) / "whole"
+
+
+def test_same_seed_same_numbers(whole):
+    config, history, _ = whole
+    again = fg.train(replace(config, run_name="again"), progress=False)
+    assert untimed(again) == untimed(history)
+    other = fg.train(replace(config, run_name="other", seed=1), progress=False)
+    assert untimed(other) != untimed(history)
+
+
+def test_micro_batches_do_not_change_the_numbers_beyond_rounding(whole):
+    config, history, _ = whole
+    split = fg.train(replace(config, run_name="split", micro_batch=2, num_updates=1), progress=False)
+    reference = [metrics for metrics in history if metrics["update"] <= 1]
+    for name in ("reward_mean", "loss", "grad_norm", "nfe"):
+        assert split[1][name] == pytest.approx(reference[1][name], rel=1e-3, abs=1e-6), name
+
+
+def test_a_resumed_run_equals_one_that_never_stopped(whole):
+    config, history, folder = whole
+    half = replace(config, run_name="resumed", num_updates=2)
+    fg.train(half, progress=False)
+    resumed = fg.train(replace(half, num_updates=4, resume=True), progress=False)
+    assert untimed(resumed) == untimed(history)
+    lines = [json.loads(line) for line in (folder.parent / "resumed" / "metrics.jsonl").read_text().splitlines()]
+    assert untimed(lines) == untimed(history)
+    files = sorted((folder / "checkpoints" / "000004").glob("*.safetensors"))
+    assert files
+    for file in files:
+        ours, theirs = load_file(folder.parent / "resumed" / "checkpoints" / "000004" / file.name), load_file(file)
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_resume_refuses_other_settings(whole):
+    with pytest.raises(fg.UserError, match="--lr 0.5: the run in .* has 0.0006"):
+        fg.train(replace(whole[0], resume=True, lr=0.5), progress=False)
+
+
+def test_the_script_leaves_a_whole_run(tmp_path):
+    sizes = "--num_updates 2 --prompts_per_update 2 --group_size 2 --eval_videos 1"
+    result = run_script(*sizes.split(), "--output_dir", tmp_path)
+    assert result.returncode == 0, result.stderr
+    (folder,) = tmp_path.iterdir()
+    for name in ("reward.png", "before_after.png", "lora/pytorch_lora_weights.safetensors"):
+        assert (folder / name).stat().st_size > 0, name
+    assert json.loads((folder / "config.json").read_text())["num_updates"] == 2
+    updates = [json.loads(line)["update"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert updates == [0, 1, 2, 2]  # evaluation, two updates, evaluation
+    assert imageio.imread(folder / "videos" / "000000" / "000.mp4").shape == (6, 256, 256, 3)
+    assert (folder / "checkpoints" / "000002" / "state.json").exists()
+
+
+# ==== Command line ====================================================================================================
+
+BAD = """
+--window 0:11 | --window 0:11: give start:stop inside the steps 0:10, such as 0:5
+--window 3:3 | --window 3:3: give start:stop
+--window 5:2 | --window 5:2: give start:stop
+--window first | --window first: give start:stop
+--sde cps --window 0:10 | --window 0:10: the last step of cps has std 0: stop at 9
+--num_steps 1 | --num_steps 1: a wan SDE of a single step has std 0: take 2
+--method mix --window 0:10 | --window 0:10: to move, it must end before the last step: stop at 9
+--sde_steps 6 | --sde_steps 6: the window 0:5 has only 5 steps
+--group_size 1 | --group_size 1: must be at least 2
+--num_steps 0 | --num_steps 0: must be at least 1
+--seed -1 | --seed -1: must be at least 0
+--model wan13b | --model wan13b: choose one of tiny, wan1.3b, wan14b, wan2.2-5b, wan2.2-a14b, a folder or owner/name (did you mean wan1.3b?)
+--method flahs | --method flahs: choose one of flash, flash-shared, flow, dance, mix, mix-flash (did you mean flash?)
+--weights pretraind | --weights pretraind: choose one of pretrained, random (did you mean pretrained?)
+--dtype fp23 | --dtype fp23: choose one of bf16, fp32 (did you mean fp32?)
+--sde wam | --sde wam: choose one of wan, flow, dance, cps (did you mean wan?)
+--grouping iso-temporal | --grouping iso-temporal: choose one of iso, random
+--group_noise share | --group_noise share: choose one of independent, shared (did you mean shared?)
+--solver dpm | --solver dpm: choose one of euler, dpm2 (did you mean dpm2?)
+--adv_std globl | --adv_std globl: choose one of global, group (did you mean global?)
+--reward_mix standardise | --reward_mix standardise: choose one of standardize, raw (did you mean standardize?)
+--reward_on_error dropp | --reward_on_error dropp: choose one of stop, drop (did you mean drop?)
+--tracker wandbb | --tracker wandbb: choose one of tensorboard, wandb, none (did you mean wandb?)
+--lr -1 | --lr -1.0: must be above 0
+--lr nan | --lr nan: must be above 0
+--lr inf | --lr inf: must be above 0
+--lr fast | --lr: invalid float value: 'fast'
+--lr | --lr: expected one argument
+--seed 1.5 | --seed: invalid int value: '1.5'
+--compress 0 | --compress 0.0: must be above 0 and at most 1
+--train_fraction 2 | --train_fraction 2.0: must be above 0 and at most 1
+--ema_decay 1.5 | --ema_decay 1.5: must be at least 0 and at most 1
+--guidance_scale 0.5 | --guidance_scale 0.5: must be at least 1
+--grup_size 4 | --grup_size: no such flag (did you mean --group_size?)
+--no_resum | --no_resum: no such flag
+stray | stray: no such flag
+--prompts none.txt | --prompts none.txt: cannot be read as UTF-8 text
+--prompts latin.txt | --prompts latin.txt: cannot be read as UTF-8 text
+--prompts . | --prompts .: cannot be read as UTF-8 text
+--prompts empty.txt | --prompts empty.txt: holds no prompt; give one a line
+--eval_prompts empty.txt | --eval_prompts empty.txt: holds no prompt; give one a line
+--prompts broken.jsonl | --prompts broken.jsonl: line 2 must be a JSON object with a text "prompt"
+--prompts number.jsonl | --prompts number.jsonl: line 1 must be a JSON object with a text "prompt"
+--prompts purple.txt | --prompts purple.txt: line 1 must be like "a red circle moving left"
+--height 17 | --height 17: the tiny model makes 6 frames of 16 x 16 pixels: 16
+--model wan1.3b --height 17 | --height 17: must be 16 n, such as 16 or 32
+--model wan1.3b --num_frames 80 | --num_frames 80: must be 4 n + 1, such as 77 or 81
+--model wan2.2-5b --width 1296 | --width 1296: must be 32 n, such as 1280 or 1312
+--reward pallete | --reward pallete: choose of palette, brightness, motion, pickscore, clip (did you mean palette?)
+--reward palette:much | --reward palette:much: choose of palette
+--reward none.py:score | --reward none.py:score: there is no function score in a file none.py
+--reward mine.py:points | --reward mine.py:points: there is no function points in a file mine.py
+--run_name a/b | --run_name a/b: give a plain folder name; its parent is --output_dir
+--run_name .. | --run_name ..: give a plain folder name
+--run_name old | already holds a run; continue it with --resume or take another name
+--run_name file | already holds a run
+--kl 0.1 --full | --kl 0.1: needs an adapter to switch off for the reference: drop --full
+--lora_targets , | --lora_targets ,: name at least one module
+--prompts_per_update 3 --group_size 2 | --prompts_per_update 3: its videos do not divide over 4 processes; 2 or 4 would
+--prompts_per_update 1 --group_size 2 | --prompts_per_update 1: its videos do not divide over 4 processes; 2 would
+--shard_size 3 | --shard_size 3: must divide the 4 processes
+"""  # noqa: E501
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """A folder with bad files in it, as the working directory of one of 4 processes."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    Path("latin.txt").write_bytes("a café".encode("latin-1"))
+    Path("empty.txt").write_text("\n  \n")
+    Path("broken.jsonl").write_text('{"prompt": "a red circle moving left"}\n{"prompt": \n')
+    Path("number.jsonl").write_text('{"prompt": 3}\n')
+    Path("purple.txt").write_text("a purple cow\n")
+    Path("mine.py").write_text("def score(videos, prompts, metadata):\n    return [0.0] * len(prompts)\n")
+    Path("runs/old").mkdir(parents=True)
+    Path("runs/old/metrics.jsonl").touch()
+    Path("runs/file").touch()
+
+
+def test_the_files_around_the_bad_ones_are_accepted(files):
+    config = fg.parse_args("--reward mine.py:score,motion:-0.5 --run_name new --lr 1e-3 --no_full".split())
+    assert (config.lr, config.full, config.method) == (1e-3, False, "flash-shared")
+    assert fg.parse_reward(config.reward) == [("file", "mine.py:score", 1.0), ("motion", "", -0.5)]
+
+
+@pytest.mark.parametrize("case", BAD.strip().splitlines(), ids=lambda case: case.split(" | ")[0])
+def test_a_wrong_command_line_is_one_line_of_help(files, capsys, case):
+    """It names the flag, its value and what is accepted, and the exit code is 2."""
+    arguments, message = case.split(" | ")
+    with pytest.raises(SystemExit) as stopped:
+        fg.parse_args(arguments.split())
+    out, err = capsys.readouterr()
+    assert stopped.value.code == 2 and out == ""
+    assert err.startswith("flash_grpo.py: error: ") and message in err
+    assert err.endswith("\n") and err.count("\n") == 1
+
+
+def test_the_script_exits_with_two(tmp_path):
+    result = run_script("--method", "flahs", cwd=tmp_path, timeout=30)
+    assert result.returncode == 2 and result.stdout == "" and "did you mean flash?" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_train_checks_the_settings_too(small):
+    with pytest.raises(fg.UserError, match="--group_size 1: must be at least 2"):
+        fg.train(replace(small, group_size=1), progress=False)
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+@pytest.mark.parametrize("name", ["prompts.txt", "prompts.jsonl"])
+def test_prompt_files_with_a_bom_blank_lines_and_any_line_ends(tmp_path, newline, name):
+    texts = ["a red circle moving left", "a blue square moving up"]
+    lines = [json.dumps({"prompt": text, "target": 3}) for text in texts] if name.endswith("jsonl") else texts
+    (tmp_path / name).write_bytes(newline.join(["", lines[0], "", "  ", lines[1]]).encode("utf-8-sig"))
+    items = fg.load_prompts(fg.parse_args(["--prompts", str(tmp_path / name)]), "prompts")
+    assert [item["prompt"] for item in items] == texts
+
+
+def test_help_answers_at_once_with_the_values_of_the_model():
+    result = run_script("--help", "--model", "wan14b", python=("-X", "importtime"), timeout=3)
+    assert result.returncode == 0 and "torch" not in result.stderr and "diffusers" not in result.stderr
+    text = " ".join(result.stdout.split())
+    assert "denoising steps of a rollout [12]" in text and "AdamW's learning rate [0.0001]" in text
+    assert "the values for --model wan14b --method flash." in text
+    assert all(f"--{name}" in text for name in vars(fg.Config()))
