@@ -4,7 +4,7 @@
     accelerate launch flash_grpo.py --model wan1.3b --reward pickscore  # a real Wan on the GPUs of this machine
     accelerate launch flash_grpo.py --model wan14b                      # 14B, sharded over the GPUs by FSDP2
     accelerate launch flash_grpo.py --method flow                       # its neighbours: flow, dance, mix, mix-flash
-    accelerate launch flash_grpo.py --reward my_reward.py:score         # a reward of your own
+    accelerate launch flash_grpo.py --reward my_file.py:score           # a reward of your own
 
 Flash-GRPO (He et al., ICML 2026, arXiv 2605.15980) is GRPO for flow-matching models with three changes:
 
@@ -70,7 +70,7 @@ class Config:
     method: str | None = None  # a row of METHODS; by default flash, and for tiny flash-shared
     sde: str | None = None  # noise of a stochastic step, see sde_coefficients {wan|flow|dance|cps}
     eta: float | None = None  # noise level of flow (0.7), dance (0.3) and cps (0.7); wan has none {0<..}
-    window: str | None = None  # steps that may be stochastic, as start:stop; by default the first half
+    window: str | None = None  # steps that may be stochastic, start:stop (--window=-5:-1); by default the first half
     window_every: int | None = None  # updates after which the window moves on by one step; 0 = never {0..}
     sde_steps: int | None = None  # stochastic steps that a video draws from the window; 0 = all {0..}
     train_fraction: float | None = None  # share of the stochastic steps that is trained {0<..1}
@@ -138,7 +138,7 @@ WAN = {
 MODELS: dict[str, dict] = {
     "tiny": {
         "height": 16, "width": 16, "num_frames": 6, "num_steps": 10, "flow_shift": 3.0, "guidance_scale": 1.0,
-        "dtype": "fp32", "gradient_checkpointing": False, "cfg_batch": True, "num_updates": 100,
+        "dtype": "fp32", "gradient_checkpointing": False, "cfg_batch": True, "num_updates": 80,
         "prompts_per_update": 6, "group_size": 8, "micro_batch": 48, "lr": 6e-4, "ema_every": 1, "reward": "palette",
         "eval_every": 20, "eval_num_steps": 20, "save_every": 20, "fps": 4, "shard_size": 1,
     },
@@ -281,7 +281,7 @@ def validate(config: Config, world_size: int = 1) -> None:
     need(plain, "run_name", "give a plain folder name; its parent is --output_dir")
     parse_reward(config.reward)
     load_prompts(config, "prompts")
-    load_prompts(config, "eval_prompts")
+    need(len(load_prompts(config, "eval_prompts")) > 1, "eval_prompts", "holds one prompt; its interval needs two")
     folder = Path(config.output_dir) / config.run_name
     free = config.resume or not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
     need(free, "run_name", f"{folder} already holds a run; continue it with --resume or take another name")
@@ -890,7 +890,7 @@ def tiny_embedding(prompt: str) -> Tensor:
 
 
 def pretrained_tiny(num_updates: int = 1000, batch: int = 16) -> Path:
-    """The folder of the tiny Wan: pretrained by flow matching at first use (over a minute), then cached whole or not."""
+    """The folder of the tiny Wan, pretrained by flow matching at first use (over a minute) and cached whole."""
     made_by = (inspect.getsource(pretrained_tiny), inspect.getsource(tiny_videos), ARCHITECTURES["tiny"], TINY_PROMPTS)
     key = f"{generator(made_by, torch.__version__).initial_seed():016x}"
     folder, weights = CACHE / f"tiny-{key}", "transformer/diffusion_pytorch_model.safetensors"
@@ -931,11 +931,10 @@ def pretrained_tiny(num_updates: int = 1000, batch: int = 16) -> Path:
 
 
 # ==== Rewards =========================================================================================================
-#
 # A reward is a callable reward(videos, prompts, metadata) -> Tensor [B], higher is better, with videos uint8
-# [B, T, H, W, 3], prompts a list of B texts and metadata a list of B dicts (the lines of a .jsonl prompt file). One that
-# cannot score a video must raise or give NaN: a failure never becomes a number. Yours is --reward my_file.py:my_reward,
-# a function or a class that is built without arguments.
+# [B, T, H, W, 3], prompts a list of B texts and metadata a list of B dicts (the lines of a .jsonl prompt file). If it
+# cannot score a video it must raise or give NaN: a failure never becomes a number. Yours is --reward my_file.py:score,
+# where `score` is a function, or a class that is built without arguments.
 
 
 class RewardError(RuntimeError):
@@ -1341,7 +1340,7 @@ def evaluate(state: State, config: Config, reward: Reward, prompts: list[dict], 
     by_prompt = {i: row for indices, rows, _, _ in gathered for i, row in zip(indices, rows, strict=True)}
     scores = torch.tensor([by_prompt[i] for i in range(len(prompts))])
     if state.counters["eval_scale"] is None:
-        state.counters["eval_scale"] = [scores.mean(0).tolist(), scores.std(0).nan_to_num(1.0).tolist()]
+        state.counters["eval_scale"] = [scores.mean(0).tolist(), scores.std(0).tolist()]
     rewards = reward.mix(scores, state.counters["eval_scale"]).tolist()
     for i, video in zip(mine, videos, strict=True):
         if i < config.eval_videos:
@@ -1357,8 +1356,6 @@ def evaluate(state: State, config: Config, reward: Reward, prompts: list[dict], 
 def mean_and_interval(values: list[float]) -> tuple[float, float]:
     """Mean and half-width of its 95 % interval, by Student's t (from the normal quantile: Cornish and Fisher)."""
     n, z, mean = len(values), 1.959964, sum(values) / len(values)
-    if n < 2:
-        return mean, math.nan
     t = z + (z**3 + z) / (4 * (n - 1)) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * (n - 1) ** 2)
     return mean, t * math.sqrt(sum((value - mean) ** 2 for value in values) / (n - 1) / n)
 
