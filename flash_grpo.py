@@ -682,7 +682,7 @@ class WanPolicy:
                 self.vae = AutoencoderKLWan.from_pretrained(self.folder, subfolder="vae", use_safetensors=True)
             else:
                 self.vae = AutoencoderKLWan(**(VAE_5B if is_5b else {}))
-            self.vae.to(device, torch.float32).eval().requires_grad_(False)
+            self.vae.to(device).eval().requires_grad_(False)
             space, frames = self.vae.config.scale_factor_spatial, self.vae.config.scale_factor_temporal
             self.text_length = 512
         arch = self.experts[0].config
@@ -780,7 +780,7 @@ class WanPolicy:
         missing = [p for p in path if not path[p].exists()]
         if missing and is_writer:
             none = {"transformer": None, "transformer_2": None, "vae": None}
-            pipe = WanPipeline.from_pretrained(self.folder, torch_dtype=dtype, use_safetensors=True, **none)
+            pipe = WanPipeline.from_pretrained(self.folder, dtype=dtype, use_safetensors=True, **none)
             pipe.text_encoder.to(self.device)
             (CACHE / "prompts").mkdir(parents=True, exist_ok=True)
             for prompt in missing:
@@ -816,7 +816,7 @@ class WanPolicy:
         """
         started = time.perf_counter()
         high = torch.ones(len(x), dtype=torch.bool) if self.boundary is None else sigma >= self.boundary
-        v = torch.zeros_like(x)
+        v, idle = torch.zeros_like(x), 0.0
         for i, expert in enumerate(self.experts):
             rows = (high if i == 0 else ~high).nonzero()[:, 0]
             scale = (self.config.guidance_scale, self.config.guidance_scale_2)[i]
@@ -828,9 +828,9 @@ class WanPolicy:
                 self.nfe += len(rows) * (1 if scale == 1 else 2) * (1 + backward)
             elif needed:  # another process runs this expert, whose weights and gradients all must help to gather
                 blank = x.new_zeros(1, *self.latent_shape)
-                v = v + 0 * self._guided(expert, blank, torch.ones(1), [self.config.negative_prompt], scale).sum()
+                idle += 0 * self._guided(expert, blank, torch.ones(1), [self.config.negative_prompt], scale).sum()
         self.seconds += time.perf_counter() - started
-        return v
+        return v if isinstance(idle, float) else v + idle
 
     def _guided(self, expert, x: Tensor, sigma: Tensor, prompts: list[str], scale: float) -> Tensor:
         t = (1000 * sigma).float().to(x.device)

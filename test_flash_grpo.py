@@ -14,7 +14,13 @@ from pathlib import Path
 import imageio.v3 as imageio
 import pytest
 import torch
-from diffusers import UniPCMultistepScheduler
+from diffusers import (
+    AutoencoderKLWan,
+    FlowMatchEulerDiscreteScheduler,
+    UniPCMultistepScheduler,
+    WanPipeline,
+    WanTransformer3DModel,
+)
 from safetensors.torch import load_file
 
 import flash_grpo as fg
@@ -624,3 +630,225 @@ def test_help_answers_at_once_with_the_values_of_the_model():
     assert "denoising steps of a rollout [12]" in text and "AdamW's learning rate [0.0001]" in text
     assert "the values for --model wan14b --method flash." in text
     assert all(f"--{name}" in text for name in vars(fg.Config()))
+
+
+# ==== Wan's real classes, small and random, saved to disk and loaded by the same code as the real weights =============
+
+PROMPTS = ["a red circle", "two dogs run through the rain at night", "waves at sunset"]
+
+
+@pytest.fixture(scope="module")
+def pipelines(tmp_path_factory):
+    """Folders of small pipelines: Wan 2.1, Wan 2.2's two experts, and TI2V with a timestep per token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
+
+    words = sorted({word for prompt in PROMPTS for word in prompt.split()})
+    vocabulary = {word: i for i, word in enumerate(["<pad>", "</s>", "<unk>", *words])}
+    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    raw.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+    torch.manual_seed(0)
+    text = UMT5Config(
+        vocab_size=len(vocabulary), d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2,
+        pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    text_encoder = UMT5EncoderModel(text).eval()
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 2, "text_dim": 16, "freq_dim": 32}
+
+    def transformer(channels):
+        return WanTransformer3DModel(in_channels=channels, out_channels=channels, ffn_dim=48, **sizes).eval()
+
+    small = {"base_dim": 3, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
+    vae = AutoencoderKLWan(z_dim=16, **small).eval()
+    vae_5b = {"is_residual": True, "patch_size": 2, "in_channels": 12, "out_channels": 12, "scale_factor_spatial": 16}
+    vae_48 = AutoencoderKLWan(z_dim=48, latents_mean=[0.1] * 48, latents_std=[0.9] * 48, **vae_5b, **small).eval()
+    kinds = {
+        "wan2.1": (vae, 16, {}),
+        "two-experts": (vae, 16, {"transformer_2": transformer(16), "boundary_ratio": 0.8}),
+        "per-token": (vae_48, 48, {"expand_timesteps": True}),
+    }
+    folders = {}
+    for name, (decoder, channels, extra) in kinds.items():
+        folders[name] = tmp_path_factory.mktemp("wan") / name
+        WanPipeline(
+            tokenizer, text_encoder, decoder, FlowMatchEulerDiscreteScheduler(), transformer(channels), **extra
+        ).save_pretrained(folders[name])
+    return folders
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch, request):
+    """Prompt embeddings of these tests stay out of the user's cache."""
+    if "pipelines" in request.fixturenames:
+        monkeypatch.setattr(fg, "CACHE", tmp_path_factory.mktemp("cache"))
+
+
+def wan_config(folder, **settings):
+    flags = {"height": 32, "width": 32, "num_frames": 5, "num_steps": 4, "dtype": "fp32", "guidance_scale": 3.0}
+    flags |= {"gradient_checkpointing": False, "reward": "motion", "tracker": "none", "eval_num_steps": 3}
+    flags |= {"prompts_per_update": 2, "group_size": 2, "eval_videos": 0, "lr": 1e-3, "ema_every": 1, "eval_every": 0}
+    return fg.fill(fg.Config(**{"model": str(folder), **flags, **settings}))
+
+
+class OurGrid(FlowMatchEulerDiscreteScheduler):
+    """Euler on our sigmas and unrounded timesteps."""
+
+    def set_timesteps(self, num_inference_steps, device=None, **_):
+        self.num_inference_steps = num_inference_steps
+        self.sigmas = fg.make_sigmas(num_inference_steps, 3.0).float()
+        self.timesteps = 1000 * self.sigmas[:-1]
+        self._step_index = self._begin_index = None
+
+
+def sample(pipe, noise, prompts, output_type="latent"):
+    """What WanPipeline itself makes of this noise."""
+    pipe.scheduler = OurGrid()
+    pipe.set_progress_bar_config(disable=True)
+    sizes = {"height": 32, "width": 32, "num_frames": 5, "num_inference_steps": 4, "max_sequence_length": 512}
+    return pipe(prompts, latents=noise.clone(), guidance_scale=3.0, output_type=output_type, **sizes).frames
+
+
+@pytest.mark.parametrize("kind", ["wan2.1", "two-experts", "per-token"])
+@pytest.mark.parametrize("cfg_batch, micro_batch", [(True, 2), (False, 1)])
+def test_without_stochastic_steps_a_rollout_is_the_pipeline(pipelines, kind, cfg_batch, micro_batch):
+    config = wan_config(pipelines[kind], cfg_batch=cfg_batch, micro_batch=micro_batch)
+    policy = fg.WanPolicy(config, torch.device("cpu"))
+    policy.encode(PROMPTS)
+    noise = torch.randn(2, *policy.latent_shape, generator=torch.Generator().manual_seed(1))
+    none = torch.zeros(2, 4, dtype=torch.bool)
+    latents = fg.rollout(policy, config, PROMPTS[:2], noise, none, [(), ()]).latents
+    pipe = WanPipeline.from_pretrained(pipelines[kind])
+    torch.testing.assert_close(latents, sample(pipe, noise, PROMPTS[:2]), atol=1e-5, rtol=1e-5)
+    theirs = sample(pipe, noise, PROMPTS[:2], "pt").permute(0, 1, 3, 4, 2)
+    assert (policy.decode(latents).float() / 255 - theirs).abs().max() < 0.5 / 255 + 1e-5
+
+
+def test_prompt_embeddings_are_the_pipelines_and_are_cached(pipelines):
+    policy = fg.WanPolicy(wan_config(pipelines["wan2.1"]), torch.device("cpu"))
+    policy.encode(PROMPTS)
+    pipe = WanPipeline.from_pretrained(pipelines["wan2.1"])
+    for prompt in PROMPTS:
+        with torch.no_grad():
+            theirs, _ = pipe.encode_prompt(prompt, None, False, max_sequence_length=512, device="cpu")
+        assert torch.equal(policy._text([prompt]), theirs)
+    files = {file: file.stat().st_mtime_ns for file in (fg.CACHE / "prompts").iterdir()}
+    policy.encode(PROMPTS)
+    assert files == {file: file.stat().st_mtime_ns for file in (fg.CACHE / "prompts").iterdir()}
+    assert all(len(load_file(file)["embedding"]) < 20 for file in files)  # without the padding
+
+
+def test_a_text_encoder_that_embeds_all_prompts_alike_is_refused(pipelines, tmp_path):
+    pipe = WanPipeline.from_pretrained(pipelines["wan2.1"])
+    torch.nn.init.ones_(pipe.text_encoder.shared.weight)
+    pipe.text_encoder.encoder.embed_tokens.weight = pipe.text_encoder.shared.weight
+    pipe.save_pretrained(tmp_path / "broken")
+    policy = fg.WanPolicy(wan_config(tmp_path / "broken"), torch.device("cpu"))
+    with pytest.raises(fg.UserError, match="embeds all prompts alike"):
+        policy.encode(PROMPTS)
+
+
+@pytest.mark.parametrize("kind", ["wan2.1", "two-experts", "per-token"])
+def test_the_exported_adapter_gives_the_same_video_in_diffusers(pipelines, kind, tmp_path):
+    """Train, export, load in a fresh pipeline; the reference is the checkpoint's average in our own policy."""
+    config = wan_config(pipelines[kind], window="0:4", num_updates=3, output_dir=str(tmp_path), run_name="run")
+    fg.train(config, progress=False)
+    policy = fg.WanPolicy(config, torch.device("cpu"))
+    policy.encode(PROMPTS)
+    saved = {}
+    for file in (tmp_path / "run" / "checkpoints" / "000003").glob("*.safetensors"):
+        saved |= load_file(file)
+    noise = torch.randn(1, *policy.latent_shape, generator=torch.Generator().manual_seed(1))
+    none = torch.zeros(1, 4, dtype=torch.bool)
+    before = fg.rollout(policy, config, PROMPTS[:1], noise, none, [()]).latents
+    for name, p in policy.trained.items():
+        p.data.copy_(saved[f"ema.{name}"])
+    ours = fg.rollout(policy, config, PROMPTS[:1], noise, none, [()]).latents
+    pipe = WanPipeline.from_pretrained(pipelines[kind])
+    pipe.load_lora_weights(tmp_path / "run" / "lora", weight_name="pytorch_lora_weights.safetensors")
+    if kind == "two-experts":
+        second = {"weight_name": "pytorch_lora_weights_2.safetensors", "load_into_transformer_2": True}
+        pipe.load_lora_weights(tmp_path / "run" / "lora", **second)
+        assert all(any(f"{part}." in n and p.abs().sum() > 0 for n, p in policy.trained.items() if "lora_B" in n)
+                   for part in policy.parts)  # fmt: skip
+    theirs = sample(pipe, noise, PROMPTS[:1])
+    torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=1e-5)
+    assert (ours - before).abs().max() > 1e-4  # the adapter does something
+
+
+def test_full_training_exports_a_transformer_that_diffusers_loads(pipelines, tmp_path):
+    config = wan_config(pipelines["wan2.1"], full=True, num_updates=1, output_dir=str(tmp_path), run_name="run")
+    fg.train(config, progress=False)
+    loaded = WanTransformer3DModel.from_pretrained(tmp_path / "run" / "lora" / "transformer")
+    saved = load_file(next((tmp_path / "run" / "checkpoints" / "000001").glob("*.safetensors")))
+    for name, p in loaded.named_parameters():
+        assert torch.equal(p, saved[f"ema.transformer.{name}"])
+
+
+def test_bf16_runs_and_reports_the_drift(pipelines, tmp_path):
+    config = wan_config(pipelines["wan2.1"], dtype="bf16", num_updates=2, output_dir=str(tmp_path), run_name="run")
+    updates = [m for m in fg.train(config, progress=False) if "loss" in m]
+    assert all(m["grad_norm"] > 0 and m["ratio_dev_max"] < 0.1 and m["bad_updates"] == 0 for m in updates)
+
+
+def launch(folder, name, processes, tmp_path, *flags):
+    """Run the script on several gloo processes; returns its metrics and exported adapter."""
+    flags = [*"--height 32 --width 32 --num_frames 5 --num_steps 4 --dtype fp32 --guidance_scale 3 --reward motion".split(),
+             *"--tracker none --eval_num_steps 2 --eval_videos 0 --eval_every 0 --prompts_per_update 2".split(),
+             *"--group_size 2 --no_gradient_checkpointing --lr 1e-4 --ema_every 1 --adam_eps 1e-6".split(),
+             *f"--model {folder} --run_name {name} --output_dir {tmp_path}".split(), *flags]  # fmt: skip
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "FLASH_GRPO_CACHE": str(tmp_path / "cache"),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    command = [sys.executable, *(torchrun if processes > 1 else []), str(Path(fg.__file__)), *flags]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+    metrics = [m for m in map(json.loads, lines) if "loss" in m]
+    adapters = {}
+    for file in (tmp_path / name / "lora").glob("*.safetensors"):
+        adapters |= {f"{file.name}:{key}": value for key, value in load_file(file).items()}
+    return metrics, adapters
+
+
+def assert_same(one, other, tolerance=1e-5):
+    for a, b in zip(one[0], other[0], strict=True):
+        for key in ("reward_mean", "loss", "grad_norm", "nfe"):
+            assert a[key] == pytest.approx(b[key], abs=tolerance), key
+    assert one[1].keys() == other[1].keys()
+    for key, value in one[1].items():
+        torch.testing.assert_close(value, other[1][key], atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("kind, flags", [
+    ("wan2.1", ["--method", "flash"]),
+    ("two-experts", ["--method", "flash-shared", "--window", "0:4", "--solver", "dpm2", "--compress", "0.5"]),
+])  # fmt: skip
+def test_sharded_replicated_and_single_process_training_agree(pipelines, kind, flags, tmp_path):
+    flags = [*flags, "--num_updates", "4"]
+    single = launch(pipelines[kind], "single", 1, tmp_path, *flags, "--micro_batch", "4")
+    small = launch(pipelines[kind], "small", 1, tmp_path, *flags, "--micro_batch", "1")
+    sharded = launch(pipelines[kind], "sharded", 2, tmp_path, *flags, "--shard_size", "2")
+    replicated = launch(pipelines[kind], "replicated", 2, tmp_path, *flags, "--shard_size", "1")
+    for other in (small, sharded, replicated):
+        assert_same(single, other)
+
+
+def test_another_number_of_processes_resumes(pipelines, tmp_path):
+    folder = pipelines["wan2.1"]
+    whole = launch(folder, "whole", 1, tmp_path, "--num_updates", "4")
+    for name, first, second in (("down", 2, 1), ("up", 1, 2)):
+        launch(folder, name, first, tmp_path, "--num_updates", "2", "--shard_size", str(first))
+        resumed = launch(folder, name, second, tmp_path, "--num_updates", "4", "--resume", "--shard_size", str(second))
+        assert_same(whole, resumed)
+
+
+def test_the_kl_is_to_the_model_without_its_adapter(pipelines, tmp_path):
+    config = wan_config(pipelines["wan2.1"], kl=0.1, num_updates=2, output_dir=str(tmp_path), run_name="run")
+    first, second = [m["kl"] for m in fg.train(config, progress=False) if "kl" in m]
+    assert first == 0 and second > 0
+    assert replace(config, kl=0.0).kl == 0 and fg.evaluations(config) > fg.evaluations(replace(config, kl=0.0))
