@@ -1257,8 +1257,10 @@ def save_checkpoint(state: State, config: Config, folder: Path) -> None:
         files = {file.name: file.stat().st_size for file in partial.iterdir()}
         content = {"counters": state.counters, "steps": steps, "files": files, "settings": settings(config)}
         write_atomically(partial / "state.json", json.dumps(content))
-        shutil.rmtree(final, ignore_errors=True)
+        if final.exists():
+            final.rename(final.with_name(".replaced"))
         partial.rename(final)
+        shutil.rmtree(final.with_name(".replaced"), ignore_errors=True)
         for old in sorted((folder / "checkpoints").glob("[0-9]*"))[: -config.keep]:
             shutil.rmtree(old)
     export(state, config, folder / "lora")
@@ -1379,7 +1381,6 @@ def draw_pictures(folder: Path, history: list[dict], title: str) -> None:
     axes.errorbar(*points, marker="o", capsize=3, label="held-out prompts, deterministic sampler (95 % over prompts)")
     axes.set(xlabel="update", ylabel="reward", title=title)
     axes.legend()
-    axes.grid(alpha=0.3)
     figure.savefig(folder / "reward.png", dpi=130)
     first, last = (folder / "videos" / f"{m['update']:06d}" for m in (tests[0], tests[-1]))
     rows = [json.loads(line) for line in read_lines(first / "index.jsonl") if first != last][:8]

@@ -794,10 +794,11 @@ def test_bf16_runs_and_reports_the_drift(pipelines, tmp_path):
 
 def launch(folder, name, processes, tmp_path, *flags):
     """Run the script on several gloo processes; returns its metrics and exported adapter."""
-    flags = [*"--height 32 --width 32 --num_frames 5 --num_steps 4 --dtype fp32 --guidance_scale 3 --reward motion".split(),
-             *"--tracker none --eval_num_steps 2 --eval_videos 0 --eval_every 0 --prompts_per_update 2".split(),
-             *"--group_size 2 --no_gradient_checkpointing --lr 1e-4 --ema_every 1 --adam_eps 1e-6".split(),
-             *f"--model {folder} --run_name {name} --output_dir {tmp_path}".split(), *flags]  # fmt: skip
+    common = f"""--height 32 --width 32 --num_frames 5 --num_steps 4 --dtype fp32 --guidance_scale 3 --reward motion
+        --tracker none --eval_num_steps 2 --eval_videos 0 --eval_every 0 --prompts_per_update 2 --group_size 2
+        --no_gradient_checkpointing --lr 1e-4 --ema_every 1 --adam_eps 1e-6
+        --model {folder} --run_name {name} --output_dir {tmp_path}"""
+    flags = [*common.split(), *flags]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
@@ -852,3 +853,17 @@ def test_the_kl_is_to_the_model_without_its_adapter(pipelines, tmp_path):
     first, second = [m["kl"] for m in fg.train(config, progress=False) if "kl" in m]
     assert first == 0 and second > 0
     assert replace(config, kl=0.0).kl == 0 and fg.evaluations(config) > fg.evaluations(replace(config, kl=0.0))
+
+
+def test_a_damaged_or_foreign_cache_of_the_tiny_model_is_made_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(fg, "CACHE", tmp_path)
+    file = fg.pretrained_tiny(num_updates=2) / "transformer" / "diffusion_pytorch_model.safetensors"
+    whole, made = file.read_bytes(), file.stat().st_mtime_ns
+    assert fg.pretrained_tiny(num_updates=2) and file.stat().st_mtime_ns == made  # loaded, not made again
+    for broken in (whole[: len(whole) // 2], b"", whole.replace(b'"key"', b'"kex"')):
+        file.write_bytes(broken)
+        fg.pretrained_tiny(num_updates=2)
+        assert file.read_bytes() == whole
+    file.unlink()
+    fg.pretrained_tiny(num_updates=2)
+    assert file.read_bytes() == whole and [path.name for path in tmp_path.iterdir()] == [file.parts[-3]]
