@@ -1656,7 +1656,7 @@ def train(config: Config, progress: bool = True) -> list[dict]:
         bar.close()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         accelerator.end_training()
-    say(summary(history, folder))
+    say("" if stop else summary(history, folder))
     return history
 
 
