@@ -13,16 +13,15 @@ Flash-GRPO (He et al., ICML 2026, arXiv 2605.15980) is GRPO for flow-matching mo
 3. Temporal gradient rectification. The gradient at a step is proportional to lambda = |d mean / d velocity| / std,
    which varies over the schedule; each loss is divided by its lambda, so that every timestep pulls alike.
 
-The file reads in the order of the idea: the configuration; the algorithm as pure functions (schedule and SDE, masks,
-advantages, loss); the Wan policy, the tiny world, rewards, rollout, sharding and checkpoints, evaluation, training.
-Who stops reading after `grpo_loss` has the algorithm. Latents are float32 [B, C, T, H, W]; sigma falls from 1 to 0.
+Who reads from the top and stops after `grpo_loss` has the algorithm; then come the Wan policy, the tiny world, rewards,
+rollout, checkpoints, evaluation and training. Latents are float32 [B, C, T, H, W]; sigma falls from 1 to 0.
 """
 
 import argparse
-import dataclasses
-import difflib
 import hashlib
+import hmac
 import inspect
+import itertools
 import json
 import math
 import os
@@ -32,24 +31,26 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
+from http.client import HTTPException
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 # ==== Configuration ===================================================================================================
 
 
 @dataclass
 class Config:
-    """Every setting of a run. A field left at None is filled from its method's row, its model's row, or by `fill`.
-
-    The comment behind a field is its help text, and the braces are what it accepts (`0<..` = above 0).
-    """
+    """Every setting; `fill` fills None. A comment is the help text, its braces what is accepted (0<.. = above 0)."""
 
     # Model
     model: str = "tiny"  # tiny, wan1.3b, wan14b, wan2.2-5b, wan2.2-a14b, or a Wan pipeline's folder or hub name
@@ -107,11 +108,14 @@ class Config:
 
     # Prompts and rewards
     prompts: str | None = None  # file: a prompt a line, or .jsonl with "prompt" and metadata for the reward
-    reward: str | None = None  # name[@model][:weight],.. or file.py:function, which is run
+    reward: str | None = None  # name[@model][:weight],.. or http://host:port, or file.py:function, which is run
     reward_mix: str = "standardize"  # of several rewards, each standardized over the batch or not {standardize|raw}
     reward_frames: int = 8  # evenly spaced frames that image rewards look at {1..}
     reward_top: float | None = None  # share of the best frames that counts; by default all {0<..1}
     reward_on_error: str = "stop"  # or drop the groups whose reward failed {stop|drop}
+    reward_timeout: int = 300  # seconds that a reward server may take for a request {1..}
+    host: str = "127.0.0.1"  # `serve`: the address to listen at; with others, set FLASH_GRPO_TOKEN on both sides
+    port: int = 8000  # `serve`: the port to listen at; 0 = any {0..65535}
 
     # Evaluation and files
     eval_every: int | None = None  # updates between evaluations; 0 = only before and after {0..}
@@ -185,12 +189,6 @@ class UserError(ValueError):
     """Something that the user typed, or a file that they named, is wrong: shown as one line, exit code 2."""
 
 
-def nearest(word: str, words: list[str]) -> str:
-    """A suggestion for a mistyped word, to end an error message with."""
-    match = difflib.get_close_matches(word, words, n=1, cutoff=0.5)
-    return f" (did you mean {match[0]}?)" if match else ""
-
-
 def config_fields() -> dict[str, tuple[str, str, str]]:
     """{field: (topic, help, accepted)}, read from Config's source, where each is written beside its field."""
     found, topic = {}, ""
@@ -205,8 +203,7 @@ def config_fields() -> dict[str, tuple[str, str, str]]:
 def check_accepted(name: str, value: Any, accepted: str) -> None:
     """Raise UserError unless a value is among the accepted ones: `a|b|c`, or a range `low..high` (`0<..` = above 0)."""
     if "|" in accepted and value not in accepted.split("|"):
-        choices = accepted.split("|")
-        raise UserError(f"--{name} {value}: choose one of {', '.join(choices)}{nearest(str(value), choices)}")
+        raise UserError(f"--{name} {value}: choose one of {accepted.replace('|', ', ')}")
     if ".." in accepted and value is not None:
         low, high = accepted.split("..")
         inside = value > 0 if low == "0<" else value >= float(low)
@@ -219,24 +216,19 @@ def fill(config: Config) -> Config:
     """Return a copy with the unset fields filled: by the method's row, the model's row, then what follows from them."""
     method = config.method or ("flash-shared" if config.model == "tiny" else "flash")
     check_accepted("method", method, "|".join(METHODS))
-    known = list(MODELS)
-    if config.model not in known and "/" not in config.model and not os.path.isdir(config.model):
-        near = nearest(config.model, known)
-        raise UserError(f"--model {config.model}: choose one of {', '.join(known)}, a folder or owner/name{near}")
+    if config.model not in MODELS and "/" not in config.model and not os.path.isdir(config.model):
+        raise UserError(f"--model {config.model}: choose one of {', '.join(MODELS)}, a folder or owner/name")
     config = replace(config, method=method, num_updates=config.num_updates or (10**9 if config.max_nfe else None))
-    for derived in (False, True):
-        row = METHODS[config.method] | MODELS.get(config.model, WAN)
-        if derived:
-            row = {
-                "window": f"0:{max(1, config.num_steps // 2)}",
-                "flow_shift": 5.0 if min(config.height, config.width) >= 700 else 3.0,
-                "eta": 0.3 if config.sde == "dance" else 0.7,
-                "guidance_scale_2": config.guidance_scale,
-                "run_name": f"{Path(config.model).name}-{config.method}-seed{config.seed}",
-            }
-        unset = {name: value for name, value in row.items() if name != "repo" and getattr(config, name) is None}
-        config = replace(config, **unset)
-    return config
+    rows = METHODS[method] | MODELS.get(config.model, WAN)
+    config = replace(config, **{n: v for n, v in rows.items() if n != "repo" and getattr(config, n) is None})
+    derived = {
+        "window": f"0:{max(1, config.num_steps // 2)}",
+        "flow_shift": 5.0 if min(config.height, config.width) >= 700 else 3.0,
+        "eta": 0.3 if config.sde == "dance" else 0.7,
+        "guidance_scale_2": config.guidance_scale,
+        "run_name": f"{Path(config.model).name}-{config.method}-seed{config.seed}",
+    }
+    return replace(config, **{name: value for name, value in derived.items() if getattr(config, name) is None})
 
 
 def window_of(config: Config) -> tuple[int, int]:
@@ -249,7 +241,7 @@ def window_of(config: Config) -> tuple[int, int]:
     return start, stop
 
 
-def validate(config: Config, world_size: int = 1) -> None:
+def validate(config: Config, world_size: int = 1, job: str = "train") -> None:
     """Check a filled Config without loading anything. Raises UserError that names flag, value and what is accepted."""
 
     def need(condition: bool, name: str, accepted: str) -> None:
@@ -264,45 +256,45 @@ def validate(config: Config, world_size: int = 1) -> None:
     need(config.sde != "cps" or stop < n, "window", f"the last step of cps has std 0: stop at {n - 1} or before")
     need(config.sde != "wan" or n > 1, "num_steps", "a wan SDE of a single step has std 0: take 2 steps or more")
     unit = world_size // math.gcd(world_size, config.group_size)
-    below = config.prompts_per_update // unit * unit
-    fits = f"its videos do not divide over {world_size} processes; {f'{below} or ' * (below > 0)}{below + unit} would"
-    need(config.prompts_per_update == below, "prompts_per_update", fits)
+    fits = f"its videos do not divide over {world_size} processes: take a multiple of {unit}"
+    need(config.prompts_per_update % unit == 0, "prompts_per_update", fits)
     need(world_size % (config.shard_size or 1) == 0, "shard_size", f"must divide the {world_size} processes")
     need(not (config.kl and config.full), "kl", "needs an adapter to switch off for the reference: drop --full")
-    for name, unit, rest in (("height", 16, 0), ("width", 16, 0), ("num_frames", 4, 1)):
-        value, unit = getattr(config, name), 32 if config.model == "wan2.2-5b" and unit == 16 else unit
-        below = (value - rest) // unit * unit + rest
-        fits = f"must be {unit} n{f' + {rest}' * rest}, such as {f'{below} or ' * (below > 0)}{below + unit}"
-        only = 6 if name == "num_frames" else 16
-        need(tiny or value % unit == rest, name, fits)
+    space = 32 if "5b" in config.model.lower() else 16  # pixels: the VAE's factor times the patch
+    for name, unit, rest, only in (("height", space, 0, 16), ("width", space, 0, 16), ("num_frames", 4, 1, 6)):
+        value = getattr(config, name)
+        above = (value - rest) // unit * unit + rest + unit
+        need(tiny or value % unit == rest, name, f"must be {unit} n{' + 1' * rest}, such as {above}")
         need(not tiny or value == only, name, f"the tiny model makes 6 frames of 16 x 16 pixels: {only}")
     need(bool(config.lora_targets.strip(", ")), "lora_targets", "name at least one module, such as to_q,to_v")
-    plain = not re.search(r"[/\\]|^\.*$", config.run_name)
-    need(plain, "run_name", "give a plain folder name; its parent is --output_dir")
+    need(not re.search(r"[/\\]|^\.*$", config.run_name), "run_name", "give a plain name; its parent is --output_dir")
     parse_reward(config.reward)
     load_prompts(config, "prompts")
     need(len(load_prompts(config, "eval_prompts")) > 1, "eval_prompts", "holds one prompt; its interval needs two")
     folder = Path(config.output_dir) / config.run_name
-    free = config.resume or not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    free = config.resume or job != "train" or not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
     need(free, "run_name", f"{folder} already holds a run; continue it with --resume or take another name")
 
 
 def parse_reward(text: str) -> list[tuple[str, str, float]]:
-    """Split a --reward text into parts (kind, argument, weight). Raises UserError for one that cannot be."""
+    """The parts (kind, argument, weight) of --reward. Raises UserError."""
     parts = []
-    for part in text.split(","):
-        file = re.fullmatch(r"(.+\.py):([A-Za-z_]\w*)(?::(-?\d*\.?\d+))?", part.strip())
-        match = file or re.fullmatch(r"(\w+)(?:@([^:]+))?(?::(-?\d*\.?\d+))?", part.strip())
-        if not match or (not file and match[1] not in REWARDS):
-            near = nearest(match[1] if match else part, REWARDS)
-            accepted = f"{', '.join(REWARDS)}{near} with :weight, or file.py:function"
-            raise UserError(f"--reward {part}: choose of {accepted}")
-        if file:
-            source = Path(file[1]).read_text(errors="replace") if Path(file[1]).is_file() else ""
-            if not re.search(rf"^(def|class) {file[2]}\b", source, re.M):
-                raise UserError(f"--reward {part}: there is no function {file[2]} in a file {file[1]}")
-        kind, argument = ("file", f"{file[1]}:{file[2]}") if file else (match[1], match[2] or "")
-        parts.append((kind, argument, float(match[3] or 1)))
+    shape = r"(?P<what>.+\.py:[A-Za-z_]\w*|https?://\S+?:\d+|\w+)(?:@(?P<model>[^:]+))?(?::(?P<weight>-?\d*\.?\d+))?"
+    for part in map(str.strip, text.split(",")):
+        match = re.fullmatch(shape, part)
+        kind = argument = match["what"] if match else part
+        if ".py:" in argument:
+            kind, (path, name) = "file", argument.rsplit(":", 1)
+            source = Path(path).read_text(errors="replace") if Path(path).is_file() else ""
+            if not re.search(rf"^(def|class) {name}\b", source, re.M):
+                raise UserError(f"--reward {part}: there is no function {name} in a file {path}")
+        elif match and "://" in argument:
+            kind = "http"
+        elif match and kind in REWARDS:
+            argument = match["model"] or ""
+        else:
+            raise UserError(f"--reward {part}: choose of {', '.join(REWARDS)}, http://host:port, file.py:function")
+        parts.append((kind, argument, float(match["weight"] or 1)))
     return parts
 
 
@@ -311,8 +303,8 @@ def load_prompts(config: Config, flag: str) -> list[dict]:
     file, tiny = getattr(config, flag), config.model == "tiny"
     if file is None:
         every = TINY_PROMPTS if tiny else WAN_PROMPTS
-        held_out = [p for i, p in enumerate(every) if (i + i // 6) % 4 == 0]
-        return [{"prompt": p} for p in every if (p in held_out) == (flag == "eval_prompts")]
+        wanted = flag == "eval_prompts"  # a quarter is held out, of each colour alike
+        return [{"prompt": p} for i, p in enumerate(every) if ((i + i // 6) % 4 == 0) == wanted]
     try:
         lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -326,21 +318,19 @@ def load_prompts(config: Config, flag: str) -> list[dict]:
         if not isinstance(item, dict) or not isinstance(item.get("prompt"), str):
             raise UserError(f'--{flag} {file}: line {number} must be a JSON object with a text "prompt"')
         if tiny and item["prompt"] not in ["", *TINY_PROMPTS]:
-            near = nearest(item["prompt"], TINY_PROMPTS)
-            raise UserError(f'--{flag} {file}: line {number} must be like "a red circle moving left" for tiny{near}')
+            raise UserError(f'--{flag} {file}: line {number} must be like "a red circle moving left" for tiny')
         prompts += [item] if item["prompt"].strip() else []
     if not prompts:
         raise UserError(f"--{flag} {file}: holds no prompt; give one a line")
     return prompts
 
 
-def parse_args(argv: list[str]) -> Config:
-    """The filled Config of a command line. Exits with 2 on an error, 0 after help."""
-    usage = "flash_grpo.py [--flag value ...]; a switch --x is turned off by --no_x"
-    parser = argparse.ArgumentParser(
-        usage=usage, add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
-    )
-    groups, types = {}, {field.name: field.type for field in dataclasses.fields(Config)}
+def parse_args(argv: list[str]) -> tuple[str, Config]:
+    """The job of a command line (train or serve) and its filled Config. Exits with 2 on an error."""
+    job, argv = ("serve", argv[1:]) if argv[:1] == ["serve"] else ("train", argv)
+    how = {"usage": "flash_grpo.py [serve] [--flag value ...]; --no_x turns a switch --x off; in brackets: the values"}
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS, **how)
+    groups, types = {}, {field.name: field.type for field in fields(Config)}
     for name, (topic, text, accepted) in config_fields().items():
         groups[topic] = group = groups.get(topic) or parser.add_argument_group(topic)
         kind = next(t for t in (bool, int, float, str) if t in (types[name], *getattr(types[name], "__args__", ())))
@@ -357,44 +347,44 @@ def parse_args(argv: list[str]) -> Config:
     try:
         given, unknown = parser.parse_known_args([a for a in argv if a not in ("-h", "--help")])
         if unknown:
-            near = nearest(unknown[0], list(parser._option_string_actions))
-            raise UserError(f"{unknown[0]}: no such flag{near}; --help lists all")
+            raise UserError(f"{unknown[0]}: no such flag; --help lists all")
         config = fill(Config(**vars(given)))
         if "-h" in argv or "--help" in argv:
             for action in (action for action in parser._actions if action.help != argparse.SUPPRESS):
                 action.help = f"{action.help} [{getattr(config, action.dest)}]".replace("%", "%%")
-            parser.epilog = f"In brackets: the values for --model {config.model} --method {config.method}."
             parser.print_help()
             sys.exit(0)
-        validate(config, int(os.environ.get("WORLD_SIZE", "1")))
+        validate(config, int(os.environ.get("WORLD_SIZE", "1")), job)
     except UserError as problem:
         print(f"flash_grpo.py: error: {problem}", file=sys.stderr)
         sys.exit(2)
-    return config
+    return job, config
 
 
 # The arguments are read before the heavy imports, so that --help and a typing error answer at once.
-CONFIG = parse_args(sys.argv[1:]) if __name__ == "__main__" else None
+JOB, CONFIG = parse_args(sys.argv[1:]) if __name__ == "__main__" else ("", None)
 
-import imageio.v3 as iio
-import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
-from accelerate import Accelerator, InitProcessGroupKwargs, init_empty_weights
-from accelerate.utils import gather_object
-from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
-from einops import rearrange, repeat
-from huggingface_hub import snapshot_download
-from matplotlib.figure import Figure
-from peft import LoraConfig, get_peft_model_state_dict
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from tqdm import tqdm
+
+if JOB != "serve":  # a reward server may run in an environment that has none of these
+    import imageio.v3 as iio
+    import numpy as np
+    from accelerate import Accelerator, InitProcessGroupKwargs, init_empty_weights
+    from accelerate.utils import gather_object
+    from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
+    from einops import rearrange, repeat
+    from huggingface_hub import snapshot_download
+    from matplotlib.figure import Figure
+    from peft import LoraConfig, get_peft_model_state_dict
+    from safetensors import SafetensorError, safe_open
+    from safetensors.torch import load_file, save_file
+    from tqdm import tqdm
 
 # ==== The algorithm, 1: schedule and stochastic step ================================================================
 
@@ -481,7 +471,6 @@ def dpm2_step(x: Tensor, x0: Tensor, x0_prev: Tensor | None, sigma_prev, sigma, 
     Args: x at sigma, its data prediction x0 = x - sigma v, and that of the step before, which None (or a last step, to
     sigma' = 0) lowers to first order, equal to Euler. sigma_*: float64, broadcastable to x. Returns x at sigma'.
     """
-
     if x0_prev is not None:
         h, h_prev = torch.logit(sigma) - torch.logit(sigma_next), torch.logit(sigma_prev) - torch.logit(sigma)
         half_inverse_r = torch.where(torch.isfinite(h), h / (2 * h_prev), 0.0)
@@ -491,7 +480,7 @@ def dpm2_step(x: Tensor, x0: Tensor, x0_prev: Tensor | None, sigma_prev, sigma, 
     return ratio.to(x) * x + ((1 - sigma_next) - ratio * (1 - sigma)).to(x) * x0
 
 
-# ==== The algorithm, 2: which steps are stochastic ==================================================================
+# ==== The algorithm, 2: which steps are stochastic and trained; advantages, weights, loss ===========================
 
 
 def generator(*key: Any) -> torch.Generator:
@@ -536,13 +525,9 @@ def draw_train_mask(sde_mask: Tensor, fraction: float, update: int = 0, seed: in
 
 def draw_masks(config: Config, update: int) -> tuple[Tensor, Tensor]:
     """The stochastic and the trained steps of an update's whole global batch, each bool [B, N]."""
-    sizes = (config.prompts_per_update, config.group_size, config.num_steps, window_of(config))
-    drawn = (config.sde_steps, config.grouping, config.window_every)
-    sde_mask = draw_sde_mask(*sizes, *drawn, update, config.seed)
+    row = (config.num_steps, window_of(config), config.sde_steps, config.grouping, config.window_every)
+    sde_mask = draw_sde_mask(config.prompts_per_update, config.group_size, *row, update, config.seed)
     return sde_mask, draw_train_mask(sde_mask, config.train_fraction, update, config.seed)
-
-
-# ==== The algorithm, 3: advantages, weights, loss ===================================================================
 
 
 def group_advantages(rewards: Tensor, group_ids: Tensor, std: str = "global", clip: float = 5.0) -> Tensor:
@@ -599,19 +584,18 @@ def grpo_loss(
 CACHE = Path(os.environ.get("FLASH_GRPO_CACHE", Path.home() / ".cache" / "flash_grpo"))
 
 # fmt: off
-# True sizes of the presets, for --weights random and the cost: what differs from the classes' defaults.
-WAN_14B = {"num_attention_heads": 40, "attention_head_dim": 128, "ffn_dim": 13824, "num_layers": 40}
+# True sizes of the presets for --weights random: what differs from the classes' defaults, which are those of 14B.
 ARCHITECTURES: dict[str, dict] = {
     "tiny": {
         "patch_size": (2, 4, 4), "num_attention_heads": 4, "attention_head_dim": 32, "in_channels": 3,
         "out_channels": 3, "text_dim": 32, "freq_dim": 64, "ffn_dim": 512, "num_layers": 3, "rope_max_seq_len": 32,
     },
-    "wan1.3b": WAN_14B | {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30},
-    "wan14b": WAN_14B,
-    "wan2.2-5b": WAN_14B | {
+    "wan1.3b": {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30},
+    "wan14b": {},
+    "wan2.2-5b": {
         "num_attention_heads": 24, "ffn_dim": 14336, "num_layers": 30, "in_channels": 48, "out_channels": 48,
     },
-    "wan2.2-a14b": WAN_14B,
+    "wan2.2-a14b": {},
 }
 VAE_5B = {
     "base_dim": 160, "decoder_base_dim": 256, "z_dim": 48, "is_residual": True, "in_channels": 12, "out_channels": 12,
@@ -620,16 +604,24 @@ VAE_5B = {
 # fmt: on
 
 
+@contextmanager
+def timed(seconds: dict, phase: str, device: torch.device):
+    """Add the time spent inside to seconds[phase]; waits for the GPU, so that work counts where it was asked for."""
+    started = time.perf_counter()
+    yield
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - started
+
+
 def resolve_folder(config: Config) -> Path | None:
     """The local folder of the model's diffusers pipeline, made or downloaded first; None for random weights."""
     if config.weights == "random":
         if config.model not in ARCHITECTURES:
             raise UserError(f"--weights random: needs a preset, one of {', '.join(ARCHITECTURES)}, not {config.model}")
         return None
-    if config.model == "tiny":
-        return pretrained_tiny()
-    if os.path.isdir(config.model):
-        return Path(config.model)
+    if config.model == "tiny" or os.path.isdir(config.model):
+        return pretrained_tiny() if config.model == "tiny" else Path(config.model)
     repo = MODELS.get(config.model, {}).get("repo", config.model)
     try:
         return Path(snapshot_download(repo, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt"]))
@@ -655,20 +647,19 @@ def global_max(value: int, policy: "WanPolicy") -> int:
 
 
 class WanPolicy:
-    """The policy: one Wan transformer (or Wan 2.2's two experts) with its guidance, prompts and decoder.
+    """The policy: one Wan transformer (or Wan 2.2's two experts, the high-noise one first), guidance, prompts, decoder.
 
-    Attributes: experts (the high-noise one first), trained ({name: parameter}), vae (None for tiny), latent_shape
-    (C, T, H, W), nfe (transformer evaluations of this process so far), seconds (spent in them). Raises UserError.
+    trained: {name: parameter}; latent_shape: (C, T, H, W); nfe: transformer evaluations of this process so far;
+    seconds: spent by phase; vae: None for tiny. Raises UserError.
     """
 
     def __init__(self, config: Config, device: torch.device, mesh=None):
-        self.config, self.device, self.mesh, self.nfe, self.seconds = config, device, mesh, 0, 0.0
+        self.config, self.device, self.mesh, self.nfe, self.seconds = config, device, mesh, 0, {}
         self.folder, tiny, is_5b = resolve_folder(config), config.model == "tiny", config.model == "wan2.2-5b"
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bf16")
         index = {"transformer_2": [config.model == "wan2.2-a14b"], "expand_timesteps": is_5b}
-        if self.folder and not tiny:
-            file = self.folder / "model_index.json"
-            index = json.loads(file.read_text()) if file.exists() else {}
+        if self.folder and not tiny and (file := self.folder / "model_index.json").exists():
+            index = json.loads(file.read_text())
         self.parts = ["transformer", *["transformer_2"] * bool(index.get("transformer_2", [None])[0])]
         self.boundary = (index.get("boundary_ratio") or 0.875) if len(self.parts) == 2 else None
         self.expand_timesteps = index.get("expand_timesteps", False)
@@ -686,11 +677,6 @@ class WanPolicy:
             space, frames = self.vae.config.scale_factor_spatial, self.vae.config.scale_factor_temporal
             self.text_length = 512
         arch = self.experts[0].config
-        for name, unit in zip(("height", "width"), (space * patch for patch in arch.patch_size[1:]), strict=True):
-            value = getattr(config, name)
-            if value % unit:
-                near = value // unit * unit + unit
-                raise UserError(f"--{name} {value}: must be a multiple of {unit} for this model, such as {near}")
         size = ((config.num_frames - 1) // frames + 1, config.height // space, config.width // space)
         self.latent_shape, self.embeddings = (arch.in_channels, *size), {}
 
@@ -707,13 +693,13 @@ class WanPolicy:
             arch = json.loads(file.read_text())
         with init_empty_weights():  # parameters on meta; the rotary tables are buffers and stay real
             model = WanTransformer3DModel.from_config(arch).eval().requires_grad_(config.full)
-            if not config.full:
-                targets = [target.strip() for target in config.lora_targets.split(",") if target.strip()]
-                names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-                for target in targets:
-                    if not any(f".{name}".endswith(f".{target}") for name in names):
-                        exist = ", ".join(sorted({re.sub(r"^blocks\.\d+\.", "", name) for name in names}))
-                        raise UserError(f"--lora_targets {target}: matches nothing; there are {exist}")
+        if not config.full:
+            targets = config.lora_targets.replace(" ", "").strip(",").split(",")
+            names = [f".{name}" for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+            if wrong := [target for target in targets if not any(name.endswith(f".{target}") for name in names)]:
+                exist = ", ".join(sorted({re.sub(r"^\.(blocks\.\d+\.)?", "", name) for name in names}))
+                raise UserError(f"--lora_targets {wrong[0]}: matches nothing; there are {exist}")
+            with init_empty_weights():
                 model.add_adapter(LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=targets))
         for name, p in model.named_parameters():
             precise = p.requires_grad or any(key in name.split(".") for key in model._keep_in_fp32_modules)
@@ -775,8 +761,8 @@ class WanPolicy:
         dtype = torch.bfloat16 if self.config.dtype == "bf16" else torch.float32
         encoder_files = sorted((self.folder / "text_encoder").resolve().glob("*"))
         made_by = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in encoder_files]
-        key = {p: f"{generator(made_by, dtype, p).initial_seed():016x}" for p in {*prompts, *probes}}
-        path = {p: CACHE / "prompts" / f"{key[p]}.safetensors" for p in key}
+        key = {p: f"{generator(made_by, dtype, p).initial_seed():016x}.safetensors" for p in {*prompts, *probes}}
+        path = {p: CACHE / "prompts" / key[p] for p in key}
         missing = [p for p in path if not path[p].exists()]
         if missing and is_writer:
             none = {"transformer": None, "transformer_2": None, "vae": None}
@@ -796,8 +782,7 @@ class WanPolicy:
         loaded = {p: load_file(path[p])["embedding"].float() for p in path}
         a, b = (loaded[probe].mean(0) for probe in probes)
         if not float((a - b).norm()) > 1e-3 * float(a.norm()):
-            reason = "its text encoder embeds all prompts alike; are its tied weights missing?"
-            raise UserError(f"--model {self.config.model}: {reason}")
+            raise UserError(f"--model {self.config.model}: all prompts are embedded alike; are tied weights missing?")
         self.embeddings = {p: loaded[p] for p in prompts}
 
     def _text(self, prompts: list[str]) -> Tensor:
@@ -814,7 +799,6 @@ class WanPolicy:
         Counts self.nfe: one per sample and forward (two with guidance), two more for a backward, one for recomputation.
         On a sharded model all processes must call it equally often; B may be 0, and an idle expert runs on zeros.
         """
-        started = time.perf_counter()
         high = torch.ones(len(x), dtype=torch.bool) if self.boundary is None else sigma >= self.boundary
         v, idle = torch.zeros_like(x), 0.0
         for i, expert in enumerate(self.experts):
@@ -822,14 +806,14 @@ class WanPolicy:
             scale = (self.config.guidance_scale, self.config.guidance_scale_2)[i]
             needed = self.mesh is not None and (self.boundary is None or global_max(len(rows), self))
             if len(rows):
-                part = self._guided(expert, x[rows], sigma[rows], [prompts[r] for r in rows], scale)
+                with timed(self.seconds, "transformer", self.device):
+                    part = self._guided(expert, x[rows], sigma[rows], [prompts[r] for r in rows], scale)
                 v = part if len(rows) == len(x) else v.index_put((rows.to(x.device),), part)
                 backward = torch.is_grad_enabled() * (2 + bool(self.config.gradient_checkpointing))
                 self.nfe += len(rows) * (1 if scale == 1 else 2) * (1 + backward)
             elif needed:  # another process runs this expert, whose weights and gradients all must help to gather
                 blank = x.new_zeros(1, *self.latent_shape)
                 idle += 0 * self._guided(expert, blank, torch.ones(1), [self.config.negative_prompt], scale).sum()
-        self.seconds += time.perf_counter() - started
         return v if isinstance(idle, float) else v + idle
 
     def _guided(self, expert, x: Tensor, sigma: Tensor, prompts: list[str], scale: float) -> Tensor:
@@ -853,8 +837,7 @@ class WanPolicy:
     def decode(self, latents: Tensor) -> Tensor:
         """Latents [B, C, T, H, W] to videos uint8 [B, T', H', W', 3] on the CPU; tiny's latents are pixels."""
         videos = []
-        for latent in latents:
-            video = latent[None]
+        for video in latents.split(1):
             if self.vae is not None:
                 stats = (self.vae.config.latents_mean, self.vae.config.latents_std)
                 mean, std = (torch.tensor(values).to(video).view(1, -1, 1, 1, 1) for values in stats)
@@ -944,9 +927,9 @@ class RewardError(RuntimeError):
 def palette_reward(videos: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
     """For the tiny model: in every frame one round, clean patch of the prompt's colour, as large as a shape is.
 
-    The sum of two numbers up to 1, averaged over frames. Size: the area near the colour over a shape's (12 % of the
-    frame), counting down beyond it, so filling the frame does not pay. Roundness: a disc's outline over the frame's
-    total variation, so grain, stray colours, ragged edges or shrinking do not pay. Real videos get 1.68.
+    The mean over frames of size (area near the colour over a shape's, 12 % of the frame, counting down beyond it) plus
+    roundness (a disc's outline over the frame's total variation), each at most 1: filling the frame, grain, stray
+    colours or ragged edges do not pay. Real videos get 1.68.
     """
     pixels = videos.float() / 255
     colors = torch.tensor([COLORS[prompt.split()[1]] for prompt in prompts], dtype=torch.float32)[:, None, None, None]
@@ -993,14 +976,39 @@ class ClipReward:
         return torch.stack(rewards)
 
 
+class HttpReward:
+    """A reward behind `flash_grpo.py serve`; of several addresses (a+b) each is asked in turn."""
+
+    def __init__(self, addresses: str, config: Config):
+        self.addresses, self.timeout = itertools.cycle(addresses.split("+")), config.reward_timeout
+        self.headers = {"Authorization": os.environ.get("FLASH_GRPO_TOKEN", "")}
+
+    def __call__(self, videos: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
+        head = json.dumps({"shape": list(videos.shape), "items": metadata}).encode()
+        for pause in (1, 2, 4, 8, 16, 0):  # seconds; a server that restarts has half a minute
+            request = Request(next(self.addresses), head + b"\n" + videos.numpy().tobytes(), self.headers)
+            try:
+                with urlopen(request, timeout=self.timeout) as reply:
+                    return torch.tensor(json.load(reply), dtype=torch.float32)
+            except (OSError, ValueError, TypeError, HTTPException) as error:
+                failure = f"{request.full_url}: {error}"
+                if getattr(error, "code", 500) < 500:
+                    break  # refused: asking again is no use
+            time.sleep(pause)
+        raise RewardError(failure)
+
+
 class Reward:
-    """All parts of --reward (names) behind one call, which returns checked numbers or raises RewardError."""
+    """All parts of --reward (names) behind one call, which returns checked numbers or an error."""
 
     def __init__(self, config: Config, device: torch.device):
         specs = parse_reward(config.reward)
         if config.model != "tiny" and "palette" in [kind for kind, _, _ in specs]:
             raise UserError(f"--reward {config.reward}: palette knows only the tiny model's prompts")
-        self.parts = [self.build(kind, argument, config, device) for kind, argument, _ in specs]
+        try:
+            self.parts = [self.build(kind, argument, config, device) for kind, argument, _ in specs]
+        except Exception as error:
+            raise UserError(f"--reward {config.reward}: {type(error).__name__}: {error}") from error
         self.names = [argument.rsplit(":", 1)[1] if kind == "file" else kind for kind, argument, _ in specs]
         self.weights = torch.tensor([weight for _, _, weight in specs])
         self.standardize = config.reward_mix == "standardize" and len(specs) > 1
@@ -1014,20 +1022,24 @@ class Reward:
             return found() if inspect.isclass(found) else found
         if kind in CLIP_MODELS:
             return ClipReward(*([argument] * 2 if argument else CLIP_MODELS[kind]), config, device)
+        if kind == "http":
+            return HttpReward(argument, config)
         return {"palette": palette_reward, "motion": motion_reward}[kind]
 
-    def __call__(self, videos: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
-        """Scores float32 [B, parts]. Raises RewardError, whose cause is the reward's own exception."""
-        columns = []
+    def __call__(self, videos: Tensor, items: list[dict]) -> tuple[Tensor, RewardError | None, float]:
+        """Scores float32 [B, parts], all NaN if a part failed, the error if so, and the seconds it took."""
+        started, columns, prompts, error = time.perf_counter(), [], [item["prompt"] for item in items], None
         for name, part in zip(self.names, self.parts, strict=True):
             try:
-                scores = part(videos, prompts, metadata)
-                if tuple(scores.shape) != (len(prompts),) or not bool(torch.isfinite(scores).all()):
-                    raise ValueError(f"it gave {scores}, not a Tensor of {len(prompts)} finite numbers")
-            except Exception as error:
-                raise RewardError(f"reward {name}: {type(error).__name__}: {error}") from error
-            columns.append(scores.detach().float().cpu())
-        return torch.stack(columns, 1)
+                scores = part(videos, prompts, items)
+                if tuple(scores.shape) != (len(items),) or not bool(torch.isfinite(scores).all()):
+                    raise ValueError(f"it gave {scores}, not a Tensor of {len(items)} finite numbers")
+                columns.append(scores.detach().float().cpu())
+            except Exception as cause:
+                error = RewardError(f"reward {name}: {type(cause).__name__}: {cause}")
+                error.__cause__, columns = cause, torch.full((len(self.parts), len(items)), math.nan)
+                break
+        return torch.stack(list(columns), 1), error, time.perf_counter() - started
 
     def mix(self, scores: Tensor, scale: list[list[float]] | None = None) -> Tensor:
         """The reward to train on [B]: the parts' weighted sum, standardized with (means, stds) or the batch's."""
@@ -1036,19 +1048,52 @@ class Reward:
             scores = (scores - mean) / (std + 1e-6)
         return scores @ self.weights
 
-    def means(self, prefix: str, scores: Tensor) -> dict[str, float]:
-        """Each part's mean, for the metrics, if there are several."""
-        means = {f"{prefix}{name}": mean for name, mean in zip(self.names, scores.mean(0).tolist(), strict=True)}
-        return means if len(means) > 1 else {}
-
     def check(self, config: Config, item: dict) -> None:
         """Score a blank and a noise video before anything is trained. Raises UserError if that fails."""
         videos = torch.zeros(2, config.num_frames, config.height, config.width, 3, dtype=torch.uint8)
         videos[1] = torch.randint(0, 256, videos.shape[1:], dtype=torch.uint8, generator=generator("check"))
-        try:
-            self(videos, [item["prompt"]] * 2, [item] * 2)
-        except RewardError as error:
+        _, error, _ = self(videos, [item] * 2)
+        if error:
             raise UserError(f"--reward {config.reward}: fails on a blank and a noise video: {error}") from error
+
+
+def serve(config: Config) -> None:
+    """Answer POST (a line of JSON, then the raw uint8 videos) with a JSON list of rewards, GET with --reward."""
+    reward = Reward(config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    token, one_at_a_time = os.environ.get("FLASH_GRPO_TOKEN", ""), threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = 60  # seconds that a client may stay silent
+
+        def answer(self, content: Any) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(content).encode())
+
+        def do_GET(self) -> None:  # /health
+            self.answer(config.reward)
+
+        def do_POST(self) -> None:
+            length = self.headers.get("Content-Length", "")
+            if not hmac.compare_digest(self.headers.get("Authorization", "").encode(), token.encode()):
+                return self.send_error(401, "wrong or missing token")
+            if not length.isdecimal() or int(length) > 2 << 30:
+                return self.send_error(413, "send a Content-Length of at most 2 GiB")
+            try:
+                head, _, pixels = self.rfile.read(int(length)).partition(b"\n")
+                shape, items = (json.loads(head)[key] for key in ("shape", "items"))
+                videos = torch.frombuffer(bytearray(pixels), dtype=torch.uint8).view(shape)
+                if videos.ndim != 5 or len(videos) != len([item["prompt"] + "" for item in items]):
+                    raise ValueError("need a shape [B, T, H, W, 3] and B items with a prompt")
+            except (ValueError, KeyError, TypeError, RuntimeError) as error:
+                return self.send_error(400, ascii(f"no request for rewards: {error}"))
+            with one_at_a_time:
+                scores, error, _ = reward(videos, items)
+            self.send_error(500, ascii(str(error))) if error else self.answer((scores @ reward.weights).tolist())
+
+    with ThreadingHTTPServer((config.host, config.port), Handler) as server:
+        print(f"reward {config.reward} at http://{config.host}:{server.server_port}", flush=True)
+        server.serve_forever()
 
 
 # ==== Rollout =========================================================================================================
@@ -1057,8 +1102,8 @@ class Reward:
 class Schedule:
     """What a mask of stochastic steps [B, N] means for each video: its sigmas, and which videos are still one.
 
-    grid float64 [B, N + 1]: the schedule up to the last stochastic step, then a tail with the share `compress` of the
-    remaining steps. length [B]: a video's number of steps. first, last [B]: its first and last stochastic step.
+    grid [B, N + 1]: sigmas up to the last stochastic step, then a tail with the share `compress` of the other steps.
+    length, first, last [B]: a video's number of steps, its first and its last stochastic one.
     """
 
     def __init__(self, sde_mask: Tensor, config: Config, groups: list[int]):
@@ -1088,9 +1133,8 @@ class Schedule:
 
 @dataclass
 class Rollout:
-    """Videos, and the transitions to train on. Videos that share a latent share its row in `states`, so that training
-    too evaluates the transformer once for all of them; nothing else of the trajectories is kept.
-    """
+    """Videos, and the transitions to train on. Videos that share a latent share its row in `states`: training too takes
+    one evaluation for all of them."""
 
     latents: Tensor  # [B, C, T, H, W], final
     states: Tensor  # [S, C, T, H, W], the distinct latents from which trained steps start
@@ -1114,14 +1158,14 @@ def rollout(
 ) -> Rollout:  # fmt: skip
     """Denoise videos: a stochastic step where sde_mask says so, else a deterministic one (Euler; dpm2 after the last).
 
-    Args: prompts [B]; noise [B, C, T, H, W], the latents at sigma = 1; sde_mask bool [B, N]; keys [B], which seed each
-    video's step noise; train_mask bool [B, N], the transitions to keep (by default all stochastic ones); groups [B],
+    Args: prompts [B]; noise [B, C, T, H, W], latents at sigma = 1; sde_mask bool [B, N]; keys [B], the seeds of each
+    video's step noise; train_mask bool [B, N], the transitions to keep (default: all stochastic ones); groups [B],
     which videos share their noise if config.group_noise is "shared".
     """
     train_mask = sde_mask if train_mask is None else train_mask
     plan = Schedule(sde_mask, config, groups or list(range(len(prompts))))
     sigma_max = make_sigmas(sde_mask.shape[1], config.flow_shift)[1]
-    x, x0_prev, none = noise.clone(), torch.zeros_like(noise), noise.new_zeros(0, *noise.shape[1:])
+    x, x0_prev = noise.clone(), torch.zeros_like(noise)
     states, x_next, log_prob, index = [], [], [], []  # index: (state, video, step) of each kept transition
     row_of: dict[tuple[int, int], int] = {}  # (owner, step) -> its row in states
     for t in range(global_max(max(plan.length), policy)):
@@ -1157,9 +1201,8 @@ def rollout(
                     log_prob.append(value)
                     index.append((row, i, t))
         x[live] = after
-    ends = [torch.stack(kept) if kept else none for kept in (states, x_next)]
-    log_prob = torch.stack(log_prob) if log_prob else x.new_zeros(0)
-    return Rollout(x, *ends, log_prob, *torch.tensor(index, dtype=torch.long).reshape(-1, 3).T)
+    kept = [torch.stack(part) if part else x[:0] for part in (states, x_next, log_prob)]
+    return Rollout(x, *kept, *torch.tensor(index, dtype=torch.long).reshape(-1, 3).T)
 
 
 def evaluations(config: Config, update: int = 0) -> int:
@@ -1178,7 +1221,7 @@ def evaluations(config: Config, update: int = 0) -> int:
 class State:
     """All that changes in training. What is random is seeded by (seed, update, ...), so no generator is among it."""
 
-    def __init__(self, accelerator: Accelerator, policy: WanPolicy, config: Config):
+    def __init__(self, accelerator: "Accelerator", policy: WanPolicy, config: Config):
         self.accelerator, self.policy, params = accelerator, policy, list(policy.trained.values())
         self.counters = {"update": 0, "nfe": 0, "ema_steps": 0, "bad_updates": 0, "eval_scale": None}
         self.ema = {name: p.detach().clone() for name, p in policy.trained.items()}  # average of the trained weights
@@ -1199,32 +1242,26 @@ class State:
     def step_ema(self, decay: float) -> None:
         """Move the average, with a warm-up so that a short run does not carry its start along."""
         steps = self.counters["ema_steps"]
-        for name, p in self.policy.trained.items():
-            local_slice(self.ema[name])[0].lerp_(local_slice(p.detach())[0], 1 - min(decay, (1 + steps) / (10 + steps)))
+        for average, ours in zip(self.ema.values(), self.policy.trained.values(), strict=True):
+            local_slice(average)[0].lerp_(local_slice(ours.detach())[0], 1 - min(decay, (1 + steps) / (10 + steps)))
         self.counters["ema_steps"] += 1
 
     @contextmanager
     def ema_weights(self):
-        """Inside, the policy has the averaged weights: swapped in place, one parameter at a time."""
-
-        def swap() -> None:
-            for name, p in self.policy.trained.items():
-                (ours, _), (average, _) = local_slice(p.detach()), local_slice(self.ema[name])
-                kept = ours.clone()
-                ours.copy_(average)
-                average.copy_(kept)
-
-        swap()
+        """Inside, the policy has the averaged weights."""
+        ours = [local_slice(p.detach())[0] for p in self.policy.trained.values()]
+        kept = [p.clone() for p in ours]
+        torch._foreach_copy_(ours, [local_slice(average)[0] for average in self.ema.values()])
         try:
             yield
         finally:
-            swap()
+            torch._foreach_copy_(ours, kept)
 
 
 # What a resumed run may change: where, how long and how fast it runs, not what comes out.
 FREE = """num_updates max_nfe micro_batch cfg_batch gradient_checkpointing shard_size timeout max_bad_updates
-reward_on_error
-eval_every eval_videos save_every keep output_dir run_name resume tracker fps""".split()
+reward_on_error reward_timeout host port eval_every eval_videos save_every keep output_dir run_name
+resume tracker fps""".split()
 
 
 def settings(config: Config) -> dict:
@@ -1257,7 +1294,7 @@ def save_checkpoint(state: State, config: Config, folder: Path) -> None:
         files = {file.name: file.stat().st_size for file in partial.iterdir()}
         content = {"counters": state.counters, "steps": steps, "files": files, "settings": settings(config)}
         write_atomically(partial / "state.json", json.dumps(content))
-        if final.exists():
+        if final.exists():  # a damaged one, or the same update again
             final.rename(final.with_name(".replaced"))
         partial.rename(final)
         shutil.rmtree(final.with_name(".replaced"), ignore_errors=True)
@@ -1335,11 +1372,10 @@ def evaluate(state: State, config: Config, reward: Reward, prompts: list[dict], 
             done = rollout(policy, sampler, texts, noise.to(policy.device), no_sde, [()] * len(batch))
             videos += policy.decode(done.latents)
     policy.nfe = nfe  # a run's cost is that of its training
-    scores, error = score_or_error(reward, torch.stack(videos), [prompts[i] for i in mine])
-    pixel_std = torch.stack(videos).float().std().item()
-    gathered = gather_object([(mine, scores.tolist(), error and str(error), pixel_std)])
-    raise_together(error, [e for _, _, e, _ in gathered])
-    by_prompt = {i: row for indices, rows, _, _ in gathered for i, row in zip(indices, rows, strict=True)}
+    scores, error, _ = reward(torch.stack(videos), [prompts[i] for i in mine])
+    if errors := [text for text in gather_object([error and str(error)]) if text]:
+        raise error or RewardError(f"on another process: {errors[0]}")
+    by_prompt = dict(gather_object(list(zip(mine, scores.tolist(), strict=True))))
     scores = torch.tensor([by_prompt[i] for i in range(len(prompts))])
     if state.counters["eval_scale"] is None:
         state.counters["eval_scale"] = [scores.mean(0).tolist(), scores.std(0).tolist()]
@@ -1352,7 +1388,7 @@ def evaluate(state: State, config: Config, reward: Reward, prompts: list[dict], 
         write_atomically(target / "index.jsonl", "".join(f"{json.dumps(row)}\n" for row in index[: config.eval_videos]))
     mean, half_width = mean_and_interval(rewards)
     metrics = {"eval_reward": mean, "eval_ci": half_width, "eval_rewards": rewards}
-    return metrics | {"eval_pixel_std": min(std for *_, std in gathered)} | reward.means("eval/", scores)
+    return metrics | {f"eval/{name}": mean for name, mean in zip(reward.names, scores.mean(0).tolist(), strict=True)}
 
 
 def mean_and_interval(values: list[float]) -> tuple[float, float]:
@@ -1370,7 +1406,7 @@ def write_video(path: Path, video: Tensor, fps: int) -> None:
     iio.imwrite(path, frames, fps=fps, macro_block_size=2, quality=9, output_params=["-loglevel", "error"])
 
 
-def draw_pictures(folder: Path, history: list[dict], title: str) -> None:
+def draw_pictures(folder: Path, history: list[dict]) -> None:
     """reward.png: training and held-out reward. before_after.png: frames of the first and the newest evaluation."""
     updates, tests = [m for m in history if "reward_mean" in m], [m for m in history if "eval_reward" in m]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -1379,11 +1415,11 @@ def draw_pictures(folder: Path, history: list[dict], title: str) -> None:
     points = [[m[key] for m in tests] for key in ("update", "eval_reward", "eval_ci")]
     axes.plot(*curve, lw=1, alpha=0.6, label="training videos, stochastic sampler")
     axes.errorbar(*points, marker="o", capsize=3, label="held-out prompts, deterministic sampler (95 % over prompts)")
-    axes.set(xlabel="update", ylabel="reward", title=title)
+    axes.set(xlabel="update", ylabel="reward", title=folder.name)
     axes.legend()
     figure.savefig(folder / "reward.png", dpi=130)
     first, last = (folder / "videos" / f"{m['update']:06d}" for m in (tests[0], tests[-1]))
-    rows = [json.loads(line) for line in read_lines(first / "index.jsonl") if first != last][:8]
+    rows = [json.loads(line) for file in first.glob("index.jsonl") if first != last for line in open(file)][:8]
     figure = Figure(figsize=(12, len(rows) + 0.4), layout="constrained")
     for i, axes in enumerate(figure.subplots(len(rows), 2, squeeze=False).flat if rows else []):
         frames = iio.imread((first, last)[i % 2] / rows[i // 2]["file"])
@@ -1395,77 +1431,45 @@ def draw_pictures(folder: Path, history: list[dict], title: str) -> None:
         figure.savefig(folder / "before_after.png", dpi=100)
 
 
-def read_lines(path: Path) -> list[str]:
-    """The whole lines of a file, whose last line a killed process may have left unfinished; none if it is missing."""
-    text = path.read_text() if path.exists() else ""
-    return text[: text.rfind("\n") + 1].splitlines()
-
-
 # ==== Training ========================================================================================================
 
 
-@contextmanager
-def timed(phases: dict, name: str, device: torch.device):
-    """Add the seconds spent inside to phases[name]; waits for the GPU, so that work counts where it was asked for."""
-    started = time.perf_counter()
-    yield
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    phases[name] = phases.get(name, 0.0) + time.perf_counter() - started
+def collect(state: State, config: Config, reward: Reward, items: list[dict], mine: range):
+    """Make this process's videos of an update (rows `mine` of the global batch; items: its prompts) and score them.
 
-
-def draw_prompts(config: Config, prompts: list[dict], update: int) -> list[dict]:
-    """The prompt of each video of an update's global batch: a fresh shuffle of the list, each group_size times."""
-    order = torch.randperm(len(prompts), generator=generator(config.seed, "prompts", update)).tolist()
-    slots = [prompts[order[slot % len(order)]] for slot in range(config.prompts_per_update)]
-    return [item for item in slots for _ in range(config.group_size)]
-
-
-def score_or_error(reward: Reward, videos: Tensor, items: list[dict]) -> tuple[Tensor, RewardError | None]:
-    """Scores [B, columns], all NaN if the reward failed, and its error if it did."""
-    try:
-        return reward(videos, [item["prompt"] for item in items], items), None
-    except RewardError as failure:
-        return torch.full((len(items), len(reward.names)), math.nan), failure
-
-
-def raise_together(own: Exception | None, errors: list[str | None]) -> None:
-    """Raise on every process if one failed: there its own exception, elsewhere its text."""
-    for rank, error in enumerate(errors):
-        if error:
-            raise own or RewardError(f"on process {rank}: {error}")
-
-
-def collect(state: State, config: Config, reward: Reward, items: list[dict], mine: range, phases: dict):
-    """Make and score this process's videos of an update: rows `mine` of the global batch, whose prompts are `items`.
-
-    Returns the Rollout, the scores [b, parts] (NaN where the reward failed) and the first RewardError, or None.
+    Whole groups at a time, as many as fit --micro_batch; the reward works in the background while the next are made.
+    Returns Rollouts (whose `video` counts in mine), scores [b, parts] (NaN: it failed) and a RewardError or None.
     """
     policy, update = state.policy, state.counters["update"]
     sde_mask, train_mask = (mask[mine.start : mine.stop] for mask in draw_masks(config, update))
     place = [divmod(i, config.group_size) for i in mine]  # (prompt slot, sample)
-    groups = [slot for slot, _ in place]
-    # A group that shares its noise starts as one video; otherwise each starts from its own.
-    key = [(slot,) if config.group_noise == "shared" else (slot, sample) for slot, sample in place]
-    with timed(phases, "seconds_rollout", policy.device):
-        starts = [torch.randn(policy.latent_shape, generator=generator(config.seed, "noise", update, *k)) for k in key]
-        texts, keys = [items[i]["prompt"] for i in mine], [(config.seed, "step", update, *p) for p in place]
-        noise = torch.stack(starts).to(policy.device)
-        rolled = rollout(policy, config, texts, noise, sde_mask, keys, train_mask, groups)
-    scores, errors = [], []
-    for slot in dict.fromkeys(groups):
-        rows = [row for row, group in enumerate(groups) if group == slot]
-        with timed(phases, "seconds_decode", policy.device):
-            videos = policy.decode(rolled.latents[rows])
-        with timed(phases, "seconds_reward", policy.device):
-            values, error = score_or_error(reward, videos, [items[mine[row]] for row in rows])
-        scores.append(values)
-        errors += [error] if error else []
-    return rolled, torch.cat(scores), errors[0] if errors else None
+    size, rolled, jobs = max(1, config.micro_batch // config.group_size) * config.group_size, [], []
+    with ThreadPoolExecutor(1) as background:
+        for start in range(0, len(mine), size):
+            rows, part, ours = (sequence[start : start + size] for sequence in (range(len(mine)), place, mine))
+            groups, keys = [slot for slot, _ in part], [(config.seed, "step", update, *p) for p in part]
+            # A group that shares its noise starts as one video; otherwise each starts from its own.
+            noise_keys = [p[:1] if config.group_noise == "shared" else p for p in part]
+            rngs = [generator(config.seed, "noise", update, *key) for key in noise_keys]
+            noise = torch.stack([torch.randn(policy.latent_shape, generator=rng) for rng in rngs]).to(policy.device)
+            texts, masks = [items[i]["prompt"] for i in ours], (sde_mask[rows], keys, train_mask[rows])
+            with timed(policy.seconds, "rollout", policy.device):
+                done = rollout(policy, config, texts, noise, *masks, groups)
+            with timed(policy.seconds, "decode", policy.device):
+                videos = policy.decode(done.latents)
+            rolled.append(replace(done, video=done.video + start))
+            for slot in dict.fromkeys(groups):
+                group = [row for row in range(len(groups)) if groups[row] == slot]
+                jobs.append(background.submit(reward, videos[group], [items[ours[row]] for row in group]))
+        with timed(policy.seconds, "reward_wait", policy.device):  # what of "reward" was not hidden
+            scores, errors, seconds = zip(*(job.result() for job in jobs), strict=True)
+    policy.seconds["reward"] = sum(seconds)
+    return rolled, torch.cat(scores), next(filter(None, errors), None)
 
 
 def learn(
-    state: State, config: Config, rolled: Rollout, texts: list[str], advantages: Tensor, weights: Tensor, total: int
+    state: State, config: Config, rollouts: list[Rollout], texts: list[str], advantages: Tensor, weights: Tensor,
+    total: int,
 ) -> dict[str, float]:  # fmt: skip
     """One optimizer step on this process's transitions. A non-finite gradient skips it, on all processes alike.
 
@@ -1473,8 +1477,9 @@ def learn(
     transitions in the global batch, over which the loss is a mean.
     """
     policy, sigmas = state.policy, make_sigmas(config.num_steps, config.flow_shift)
-    batches, sums, deviation = micro_batches(list(range(len(rolled.states))), policy), torch.zeros(3), 0.0
-    for number, batch in enumerate(batches, 1):
+    batches = [(r, batch) for r in rollouts for batch in micro_batches(list(range(len(r.states))), policy)]
+    sums, deviation = torch.zeros(3), 0.0
+    for number, (rolled, batch) in enumerate(batches, 1):
         for expert in policy.experts if policy.mesh is not None else []:
             # Reduce gradients once, after the last batch. Shards that are trained whole: each time, or every process
             # would hold the whole gradient.
@@ -1501,7 +1506,8 @@ def learn(
             kl = ((mean - reference) ** 2 / (2 * std**2)).flatten(1).mean(1).mean()
         # FSDP averages gradients over the processes, but this is their sum: each adds its share of the global mean.
         share = len(rows) / total
-        ((loss + config.kl * kl) * share * state.accelerator.num_processes).backward()
+        with timed(policy.seconds, "transformer", policy.device):
+            ((loss + config.kl * kl) * share * state.accelerator.num_processes).backward()
         sums += share * torch.stack([loss.detach(), kl.detach(), stats["clip_fraction"]]).cpu()
         deviation = max(deviation, stats["ratio_dev_max"].item())
     norm = torch.nn.utils.clip_grad_norm_(list(policy.trained.values()), config.max_grad_norm)
@@ -1512,8 +1518,12 @@ def learn(
     state.optimizer.zero_grad()
     gathered = gather_object([(sums, deviation)])
     loss, kl, clip_fraction = sum(part for part, _ in gathered).tolist()
-    ratio_dev_max = max(largest for _, largest in gathered)
-    return {"loss": loss, "kl": kl, "clip_fraction": clip_fraction, "grad_norm": norm, "ratio_dev_max": ratio_dev_max}
+    stats = {"loss": loss, "kl": kl, "clip_fraction": clip_fraction, "ratio_dev_max": max(d for _, d in gathered)}
+    # How much of Adam's denominator sqrt(v) + eps is eps; near 1, it throttles every step. EPS_MEASURED
+    squares = [local_slice(m["exp_avg_sq"])[0].flatten() for m in state.optimizer.state.values()]
+    root = (torch.cat(squares) / (1 - 0.999 ** (state.counters["update"] + 1))).sqrt()
+    eps_share = (config.adam_eps / (root[root > 0] + config.adam_eps)).mean().item()
+    return stats | {"grad_norm": norm, "adam_eps_share": eps_share}
 
 
 def train(config: Config, progress: bool = True) -> list[dict]:
@@ -1525,10 +1535,8 @@ def train(config: Config, progress: bool = True) -> list[dict]:
     config = fill(config)
     validate(config, int(os.environ.get("WORLD_SIZE", "1")))
     folder, tracker = Path(config.output_dir) / config.run_name, None if config.tracker == "none" else config.tracker
-    patience = InitProcessGroupKwargs(timeout=timedelta(seconds=config.timeout))
-    accelerator = Accelerator(
-        cpu=not torch.cuda.is_available(), log_with=tracker, project_dir=folder, kwargs_handlers=[patience]
-    )  # fmt: skip
+    kwargs = {"kwargs_handlers": [InitProcessGroupKwargs(timeout=timedelta(seconds=config.timeout))]}
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), log_with=tracker, project_dir=folder, **kwargs)
     device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
     is_main, mesh = accelerator.is_main_process, None
     say = print if is_main and progress else (lambda *_: None)
@@ -1542,16 +1550,15 @@ def train(config: Config, progress: bool = True) -> list[dict]:
     texts = [item["prompt"] for item in prompts + held_out]
     policy.encode(texts, accelerator.is_local_main_process, accelerator.wait_for_everyone)
     state, history = State(accelerator, policy, config), []
-    counters = state.counters
     say(describe(state, config))
-
     # Begin, or continue from the newest whole checkpoint.
     folder.mkdir(parents=True, exist_ok=True)
     found = load_checkpoint(state, config, folder) if config.resume else None
+    counters = state.counters
     if found:
-        counters = state.counters
-        lines = map(json.loads, read_lines(folder / "metrics.jsonl"))
-        history = [metrics for metrics in lines if metrics["update"] <= counters["update"]]
+        lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+        metrics = [json.loads(line) for line in lines if line.endswith("\n")]  # a kill may leave half a line
+        history = [m for m in metrics if m["update"] <= counters["update"]]
         say(f"resuming after update {counters['update']}, from {found}")
     accelerator.wait_for_everyone()  # all have read the metrics that the main process now rewrites
     if is_main:
@@ -1576,14 +1583,10 @@ def train(config: Config, progress: bool = True) -> list[dict]:
             return  # before the checkpoint that was resumed
         started = time.perf_counter()
         result = evaluate(state, config, reward, held_out, folder)
-        seconds = time.perf_counter() - started
-        log({"update": counters["update"], "nfe": counters["nfe"], **result, "seconds_eval": seconds})
-        tests, title = [m["eval_reward"] for m in history if "eval_reward" in m], folder.name
-        if (len(tests) > 3 and max(tests[-3:]) < tests[0]) or result["eval_pixel_std"] < 1:
-            title = "collapse? the reward stays below its start, or the videos are blank; try a smaller --lr"
-            say(f"warning: {title}")
+        result["seconds_eval"] = time.perf_counter() - started
+        log({"update": counters["update"], "nfe": counters["nfe"], **result})
         if is_main:
-            draw_pictures(folder, history, title)
+            draw_pictures(folder, history)
 
     stop: list[bool] = []
     signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
@@ -1592,23 +1595,22 @@ def train(config: Config, progress: bool = True) -> list[dict]:
     try:
         test()
         while counters[unit] < goal:
-            bar.update(counters[unit] - bar.n)
             # 1. Videos of the current policy, and their scores.
-            started, phases, update = time.perf_counter(), {}, counters["update"]
-            evaluated, policy.seconds = policy.nfe, 0.0
-            items = draw_prompts(config, prompts, update)
+            started, update, evaluated, policy.seconds = time.perf_counter(), counters["update"], policy.nfe, {}
+            order = torch.randperm(len(prompts), generator=generator(config.seed, "prompts", update)).tolist()
+            slots = [order[slot % len(order)] for slot in range(config.prompts_per_update)]
+            items = [prompts[i] for i in slots for _ in range(config.group_size)]
             mine = range(rank * len(items) // world, (rank + 1) * len(items) // world)
-            rolled, scores, error = collect(state, config, reward, items, mine, phases)
-            gathered = gather_object([(scores.tolist(), error and str(error), bool(stop))])
-            if any(stopped for *_, stopped in gathered):
+            rolled, scores, error = collect(state, config, reward, items, mine)
+            if any(gather_object([bool(stop)])):
                 say(f"SIGTERM: stopping after update {update}; continue with --resume")
                 break
-            scores = torch.tensor([row for rows, *_ in gathered for row in rows])
+            scores, errors = torch.tensor(gather_object(scores.tolist())), gather_object([error and str(error)])
             # 2. Advantages within each prompt's group. A group that lost a reward is left out, or the run stops.
             group = torch.arange(len(items)) // config.group_size
             failed = scores.isnan().any(1).view(-1, config.group_size).any(1)
-            if config.reward_on_error == "stop" or failed.all():
-                raise_together(error, [text for _, text, _ in gathered])
+            if any(errors) and (config.reward_on_error == "stop" or failed.all()):
+                raise error or RewardError(f"on another process: {next(filter(None, errors))}")
             kept, advantages = ~failed[group], torch.zeros(len(items))
             rewards = reward.mix(scores[kept])
             advantages[kept] = group_advantages(rewards, group[kept], config.adv_std)
@@ -1618,7 +1620,7 @@ def train(config: Config, progress: bool = True) -> list[dict]:
             weights[train_mask] = rectification_weights(scales) if config.rectify else torch.ones(len(scales))
             # 4. The loss and the step.
             texts, here = [items[i]["prompt"] for i in mine], slice(mine.start, mine.stop)
-            with timed(phases, "seconds_train", device):
+            with timed(policy.seconds, "train", device):
                 one_pass = (rolled, texts, advantages[here], weights[here], len(scales))
                 passes = [learn(state, config, *one_pass) for _ in range(config.ppo_epochs)]
             counters["update"] += 1
@@ -1631,10 +1633,12 @@ def train(config: Config, progress: bool = True) -> list[dict]:
                 "update": counters["update"], "nfe": counters["nfe"], "reward_mean": rewards.mean().item(),
                 "reward_std": rewards.std().item(), **passes[-1], "ratio_dev_max": passes[0]["ratio_dev_max"],
                 "zero_std_groups": int((by_group == by_group[:, :1]).all(1).sum()), "dropped_groups": int(failed.sum()),
-                "bad_updates": counters["bad_updates"],
-                "seconds": time.perf_counter() - started, "seconds_transformer": policy.seconds, **phases,
+                "bad_updates": counters["bad_updates"], "seconds": time.perf_counter() - started,
+                **{f"seconds_{phase}": spent for phase, spent in policy.seconds.items()},
             }  # fmt: skip
-            log(metrics | reward.means("reward/", scores[kept]))
+            parts = zip(reward.names, scores[kept].mean(0).tolist(), strict=True)
+            log(metrics | {f"reward/{name}": mean for name, mean in parts})
+            bar.update(min(counters[unit], goal) - bar.n)
             bar.set_postfix({key: f"{metrics[key]:.2e}" for key in ("reward_mean", "loss", "grad_norm")})
             if update == 0 and metrics["ratio_dev_max"] > config.clip_range:
                 say(f"warning: ratio_dev_max is {metrics['ratio_dev_max']:.1e} on the first pass, above --clip_range: "
@@ -1652,7 +1656,6 @@ def train(config: Config, progress: bool = True) -> list[dict]:
         save_checkpoint(state, config, folder)
         raise
     finally:
-        bar.update(min(counters[unit], goal) - bar.n)
         bar.close()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         accelerator.end_training()
@@ -1664,34 +1667,31 @@ def summary(history: list[dict], folder: Path) -> str:
     """The table at the end of a run."""
     tests, updates = [m for m in history if "eval_reward" in m], [m for m in history if "reward_mean" in m]
     gains = [b - a for a, b in zip(tests[0]["eval_rewards"], tests[-1]["eval_rewards"], strict=True)]
-    spent = {name: sum(m[f"seconds_{name}"] for m in updates) for name in ("rollout", "decode", "reward", "train")}
-    interval = "{:.3f} +- {:.3f}"
-    return f"""
-held-out reward before   {interval.format(tests[0]["eval_reward"], tests[0]["eval_ci"])}
-held-out reward after    {interval.format(tests[-1]["eval_reward"], tests[-1]["eval_ci"])}
-gain                     {interval.format(*mean_and_interval(gains))}   (95 % interval over {len(gains)} prompts)
-updates, evaluations     {tests[-1]["update"]}, {history[-1]["nfe"]:,}
-seconds                  {", ".join(f"{name} {seconds:.1f}" for name, seconds in spent.items())}
-files                    {folder}: reward.png, before_after.png, videos/, lora/, metrics.jsonl"""
+    rows = {"before": tests[0]["eval_rewards"], "after": tests[-1]["eval_rewards"], "gain": gains}
+    lines = ["held-out reward {:9}{:.3f} +- {:.3f}".format(name, *mean_and_interval(row)) for name, row in rows.items()]
+    spent = {name[8:]: sum(m[name] for m in updates) for name in updates[-1] if name.startswith("seconds_")}
+    outside = 1 - (spent["transformer"] + spent["decode"] + spent["reward_wait"]) / sum(m["seconds"] for m in updates)
+    seconds = "  ".join(f"{phase} {value:.1f}" for phase, value in spent.items())
+    lines.append(f"{tests[-1]['update']} updates, {history[-1]['nfe']:,} evaluations; 95 % over {len(gains)} prompts")
+    lines.append(f"seconds: {seconds}; {100 * outside:.1f} % outside of transformer, decoder and reward")
+    return "\n".join([*lines, f"{folder}: reward.png, before_after.png, videos/, lora/, metrics.jsonl"])
 
 
 def describe(state: State, config: Config) -> str:
     """The settings after filling and the sharding plan, as printed at the start of a run."""
     policy, mesh = state.policy, state.policy.mesh
     replicas, shards = (mesh.size(0), mesh.size(1)) if mesh is not None else (1, 1)
-    weights = sum(p.numel() * p.element_size() for expert in policy.experts for p in expert.parameters()) / shards
+    weights = sum(p.numel() * p.element_size() for expert in policy.experts for p in expert.parameters())
     trained = sum(p.numel() for p in policy.trained.values())
-    filled = "  ".join(f"{name}={value}" for name, value in settings(config).items() if value is not None)
-    return f"""{filled}
-flow shift {config.flow_shift:g} for {config.height} x {config.width} pixels, latents {policy.latent_shape}
+    megabytes = [f"{part / shards / 1e6:,.1f}" for part in (weights, 4 * trained, 12 * trained)]
+    return f"""{"  ".join(f"{name}={value}" for name, value in settings(config).items() if value is not None)}
 {replicas} replicas x {shards} shards; {trained:,} trained numbers; {evaluations(config):,} evaluations an update
-MB a process: weights {weights / 1e6:,.1f}, gradients {4e-6 * trained / shards:,.1f}, optimizer and average \
-{12e-6 * trained / shards:,.1f}"""
+flow shift {config.flow_shift:g}; MB a process: weights, gradients, optimizer and average {", ".join(megabytes)}"""
 
 
 if __name__ == "__main__":
     try:
-        train(CONFIG)
+        serve(CONFIG) if JOB == "serve" else train(CONFIG)
     except UserError as problem:
         print(f"flash_grpo.py: error: {problem}", file=sys.stderr)
         sys.exit(2)

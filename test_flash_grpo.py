@@ -6,10 +6,20 @@ OMP_NUM_THREADS=1 python -m pytest -q test_flash_grpo.py
 import json
 import math
 import os
+import pickle
+import socket
 import subprocess
 import sys
+import threading
+import time
+import venv
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
+from http.client import HTTPConnection
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from urllib.request import urlopen
 
 import imageio.v3 as imageio
 import pytest
@@ -21,7 +31,21 @@ from diffusers import (
     WanPipeline,
     WanTransformer3DModel,
 )
+from packaging.requirements import Requirement
+from PIL import Image
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    CLIPConfig,
+    CLIPImageProcessor,
+    CLIPModel,
+    CLIPTextConfig,
+    CLIPVisionConfig,
+    PreTrainedTokenizerFast,
+)
 
 import flash_grpo as fg
 
@@ -281,10 +305,7 @@ def test_advantages_by_hand():
 
 def test_groups_are_places_and_not_texts():
     """A prompt drawn twice makes two groups, each with its own mean."""
-    config = fg.fill(fg.Config(prompts_per_update=2, group_size=2))
-    items = fg.draw_prompts(config, [{"prompt": "a red circle moving left"}], 0)
-    assert len(items) == 4 and len({item["prompt"] for item in items}) == 1
-    place = torch.arange(4) // config.group_size
+    place = torch.arange(4) // 2  # as `train` numbers the videos of two slots
     advantages = fg.group_advantages(torch.tensor([0.0, 1.0, 10.0, 11.0]), place)
     assert advantages[:2].tolist() == advantages[2:].tolist() and advantages[0] == -advantages[1]
 
@@ -513,18 +534,18 @@ BAD = """
 --group_size 1 | --group_size 1: must be at least 2
 --num_steps 0 | --num_steps 0: must be at least 1
 --seed -1 | --seed -1: must be at least 0
---model wan13b | --model wan13b: choose one of tiny, wan1.3b, wan14b, wan2.2-5b, wan2.2-a14b, a folder or owner/name (did you mean wan1.3b?)
---method flahs | --method flahs: choose one of flash, flash-shared, flow, dance, mix, mix-flash (did you mean flash?)
---weights pretraind | --weights pretraind: choose one of pretrained, random (did you mean pretrained?)
---dtype fp23 | --dtype fp23: choose one of bf16, fp32 (did you mean fp32?)
---sde wam | --sde wam: choose one of wan, flow, dance, cps (did you mean wan?)
+--model wan13b | --model wan13b: choose one of tiny, wan1.3b, wan14b, wan2.2-5b, wan2.2-a14b, a folder or owner/name
+--method flahs | --method flahs: choose one of flash, flash-shared, flow, dance, mix, mix-flash
+--weights pretraind | --weights pretraind: choose one of pretrained, random
+--dtype fp23 | --dtype fp23: choose one of bf16, fp32
+--sde wam | --sde wam: choose one of wan, flow, dance, cps
 --grouping iso-temporal | --grouping iso-temporal: choose one of iso, random
---group_noise share | --group_noise share: choose one of independent, shared (did you mean shared?)
---solver dpm | --solver dpm: choose one of euler, dpm2 (did you mean dpm2?)
---adv_std globl | --adv_std globl: choose one of global, group (did you mean global?)
---reward_mix standardise | --reward_mix standardise: choose one of standardize, raw (did you mean standardize?)
---reward_on_error dropp | --reward_on_error dropp: choose one of stop, drop (did you mean drop?)
---tracker wandbb | --tracker wandbb: choose one of tensorboard, wandb, none (did you mean wandb?)
+--group_noise share | --group_noise share: choose one of independent, shared
+--solver dpm | --solver dpm: choose one of euler, dpm2
+--adv_std globl | --adv_std globl: choose one of global, group
+--reward_mix standardise | --reward_mix standardise: choose one of standardize, raw
+--reward_on_error dropp | --reward_on_error dropp: choose one of stop, drop
+--tracker wandbb | --tracker wandbb: choose one of tensorboard, wandb, none
 --lr -1 | --lr -1.0: must be above 0
 --lr nan | --lr nan: must be above 0
 --lr inf | --lr inf: must be above 0
@@ -535,7 +556,7 @@ BAD = """
 --train_fraction 2 | --train_fraction 2.0: must be above 0 and at most 1
 --ema_decay 1.5 | --ema_decay 1.5: must be at least 0 and at most 1
 --guidance_scale 0.5 | --guidance_scale 0.5: must be at least 1
---grup_size 4 | --grup_size: no such flag (did you mean --group_size?)
+--grup_size 4 | --grup_size: no such flag
 --no_resum | --no_resum: no such flag
 stray | stray: no such flag
 --prompts none.txt | --prompts none.txt: cannot be read as UTF-8 text
@@ -547,21 +568,24 @@ stray | stray: no such flag
 --prompts number.jsonl | --prompts number.jsonl: line 1 must be a JSON object with a text "prompt"
 --prompts purple.txt | --prompts purple.txt: line 1 must be like "a red circle moving left"
 --height 17 | --height 17: the tiny model makes 6 frames of 16 x 16 pixels: 16
---model wan1.3b --height 17 | --height 17: must be 16 n, such as 16 or 32
---model wan1.3b --num_frames 80 | --num_frames 80: must be 4 n + 1, such as 77 or 81
---model wan2.2-5b --width 1296 | --width 1296: must be 32 n, such as 1280 or 1312
---reward pallete | --reward pallete: choose of palette, motion, pickscore, clip (did you mean palette?)
+--model wan1.3b --height 17 | --height 17: must be 16 n, such as 32
+--model wan1.3b --num_frames 80 | --num_frames 80: must be 4 n + 1, such as 81
+--model wan2.2-5b --width 1296 | --width 1296: must be 32 n, such as 1312
+--reward pallete | --reward pallete: choose of palette, motion, pickscore, clip
 --reward palette:much | --reward palette:much: choose of palette
+--reward http://host | --reward http://host: choose of palette
+--port 70000 | --port 70000: must be at least 0 and at most 65535
+--reward_timeout 0 | --reward_timeout 0: must be at least 1
 --reward none.py:score | --reward none.py:score: there is no function score in a file none.py
 --reward mine.py:points | --reward mine.py:points: there is no function points in a file mine.py
---run_name a/b | --run_name a/b: give a plain folder name; its parent is --output_dir
---run_name .. | --run_name ..: give a plain folder name
+--run_name a/b | --run_name a/b: give a plain name; its parent is --output_dir
+--run_name .. | --run_name ..: give a plain name
 --run_name old | already holds a run; continue it with --resume or take another name
 --run_name file | already holds a run
 --kl 0.1 --full | --kl 0.1: needs an adapter to switch off for the reference: drop --full
 --lora_targets , | --lora_targets ,: name at least one module
---prompts_per_update 3 --group_size 2 | --prompts_per_update 3: its videos do not divide over 4 processes; 2 or 4 would
---prompts_per_update 1 --group_size 2 | --prompts_per_update 1: its videos do not divide over 4 processes; 2 would
+--prompts_per_update 3 --group_size 2 | --prompts_per_update 3: its videos do not divide over 4 processes: take a multiple of 2
+--prompts_per_update 1 --group_size 2 | --prompts_per_update 1: its videos do not divide over 4 processes: take a multiple of 2
 --shard_size 3 | --shard_size 3: must divide the 4 processes
 """  # noqa: E501
 
@@ -583,9 +607,12 @@ def files(tmp_path, monkeypatch):
 
 
 def test_the_files_around_the_bad_ones_are_accepted(files):
-    config = fg.parse_args("--reward mine.py:score,motion:-0.5 --run_name new --lr 1e-3 --no_full".split())
-    assert (config.lr, config.full, config.method) == (1e-3, False, "flash-shared")
-    assert fg.parse_reward(config.reward) == [("file", "mine.py:score", 1.0), ("motion", "", -0.5)]
+    reward = "mine.py:score,motion:-0.5,http://a:1+http://b:2:0.5,clip@folder/model:2"
+    job, config = fg.parse_args(f"--reward {reward} --run_name new --lr 1e-3 --no_full".split())
+    assert (job, config.lr, config.full, config.method) == ("train", 1e-3, False, "flash-shared")
+    parts = [("file", "mine.py:score", 1.0), ("motion", "", -0.5)]
+    parts += [("http", "http://a:1+http://b:2", 0.5), ("clip", "folder/model", 2.0)]
+    assert fg.parse_reward(config.reward) == parts
 
 
 @pytest.mark.parametrize("case", BAD.strip().splitlines(), ids=lambda case: case.split(" | ")[0])
@@ -602,7 +629,7 @@ def test_a_wrong_command_line_is_one_line_of_help(files, capsys, case):
 
 def test_the_script_exits_with_two(tmp_path):
     result = run_script("--method", "flahs", cwd=tmp_path, timeout=30)
-    assert result.returncode == 2 and result.stdout == "" and "did you mean flash?" in result.stderr
+    assert result.returncode == 2 and result.stdout == "" and "choose one of flash," in result.stderr
     assert not list(tmp_path.iterdir())
 
 
@@ -617,9 +644,8 @@ def test_prompt_files_with_a_bom_blank_lines_and_any_line_ends(tmp_path, newline
     texts = ["a red circle moving left", "a blue square moving up"]
     lines = [json.dumps({"prompt": text, "target": 3}) for text in texts] if name.endswith("jsonl") else texts
     (tmp_path / name).write_bytes(newline.join(["", lines[0], "", "  ", lines[1]]).encode("utf-8-sig"))
-    items = fg.load_prompts(
-        fg.parse_args(["--prompts", str(tmp_path / name), "--output_dir", str(tmp_path)]), "prompts"
-    )
+    _, config = fg.parse_args(["--prompts", str(tmp_path / name), "--output_dir", str(tmp_path)])
+    items = fg.load_prompts(config, "prompts")
     assert [item["prompt"] for item in items] == texts
 
 
@@ -628,7 +654,6 @@ def test_help_answers_at_once_with_the_values_of_the_model():
     assert result.returncode == 0 and "torch" not in result.stderr and "diffusers" not in result.stderr
     text = " ".join(result.stdout.split())
     assert "denoising steps of a rollout [12]" in text and "AdamW's learning rate [0.0001]" in text
-    assert "the values for --model wan14b --method flash." in text
     assert all(f"--{name}" in text for name in vars(fg.Config()))
 
 
@@ -745,7 +770,7 @@ def test_a_text_encoder_that_embeds_all_prompts_alike_is_refused(pipelines, tmp_
     pipe.text_encoder.encoder.embed_tokens.weight = pipe.text_encoder.shared.weight
     pipe.save_pretrained(tmp_path / "broken")
     policy = fg.WanPolicy(wan_config(tmp_path / "broken"), torch.device("cpu"))
-    with pytest.raises(fg.UserError, match="embeds all prompts alike"):
+    with pytest.raises(fg.UserError, match="all prompts are embedded alike"):
         policy.encode(PROMPTS)
 
 
@@ -869,3 +894,287 @@ def test_a_damaged_or_foreign_cache_of_the_tiny_model_is_made_again(tmp_path, mo
         again = load_file(file)
         assert all(torch.equal(again[name], weights[name]) for name in weights)
     assert [path.name for path in tmp_path.iterdir()] == [file.parts[-3]]
+
+
+# ==== Rewards =========================================================================================================
+
+FAULTY = '''
+import os
+calls = 0
+
+def score(videos, prompts, metadata):
+    """Brightness; at the second of three updates the prompt that is marked as faulty meets a fault."""
+    global calls
+    calls += 1  # one to check the reward, one for the evaluation, and one for each prompt of an update
+    rewards, mine = videos.float().mean((1, 2, 3, 4)) / 255, 2 // int(os.environ.get("WORLD_SIZE", "1"))
+    if not 2 + mine < calls <= 2 + 2 * mine or "fault" not in metadata[0]:
+        return rewards
+    if metadata[0]["fault"] == "raise":
+        raise ZeroDivisionError("the judge is ill")
+    return {"nan": rewards * float("nan"), "length": rewards[1:], "type": "good"}[metadata[0]["fault"]]
+'''
+
+
+def faulty_flags(tmp_path, fault, *flags):
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    items = [{"prompt": "a red circle moving left"}, {"prompt": "a blue square moving up", "fault": fault}]
+    (tmp_path / "prompts.jsonl").write_text("".join(f"{json.dumps(item)}\n" for item in items))
+    (tmp_path / "held_out.txt").write_text("a red circle moving left\na blue square moving up\n")
+    return f"""--reward {tmp_path}/faulty.py:score --prompts {tmp_path}/prompts.jsonl
+        --eval_prompts {tmp_path}/held_out.txt --num_updates 3 --prompts_per_update 2 --group_size 2 --micro_batch 2
+        --eval_every 0 --eval_videos 0 --eval_num_steps 2 --tracker none
+        --output_dir {tmp_path} --run_name run""".split()
+
+
+def read_metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def on_two_processes(*flags, timeout=100):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, *torchrun, str(SCRIPT), *flags]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.mark.parametrize("fault, text", [
+    ("raise", "ZeroDivisionError: the judge is ill"), ("nan", "not a Tensor of 2 finite numbers"),
+    ("length", "not a Tensor of 2 finite numbers"), ("type", "AttributeError"),
+])  # fmt: skip
+def test_a_failing_reward_stops_the_run_with_its_traceback_and_a_checkpoint(tmp_path, fault, text):
+    _, config = fg.parse_args(faulty_flags(tmp_path, fault))
+    with pytest.raises(fg.RewardError, match=text) as failure:
+        fg.train(config, progress=False)
+    if fault == "raise":  # the cause is the reward's own exception, with its traceback
+        assert failure.value.__cause__.__traceback__.tb_next.tb_frame.f_code.co_name == "score"
+    assert [m["update"] for m in read_metrics(tmp_path / "run")] == [0, 1]
+    assert (tmp_path / "run" / "checkpoints" / "000001" / "state.json").exists()
+
+
+def test_a_reward_that_fails_on_one_process_stops_both(tmp_path):
+    done = on_two_processes(*faulty_flags(tmp_path, "raise"))
+    assert done.returncode == 1 and "ZeroDivisionError: the judge is ill" in done.stderr
+    assert "RewardError: on another process: reward score: ZeroDivisionError" in done.stderr
+    assert [m["update"] for m in read_metrics(tmp_path / "run")] == [0, 1]
+    assert (tmp_path / "run" / "checkpoints" / "000001" / "state.json").exists()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_groups_of_a_failing_reward_can_be_dropped(tmp_path, processes):
+    flags = [*faulty_flags(tmp_path, "nan"), "--reward_on_error", "drop"]
+    if processes == 2:
+        done = on_two_processes(*flags)
+        assert done.returncode == 0, done.stderr[-2000:]
+    else:
+        fg.train(fg.parse_args(flags)[1], progress=False)
+    updates = [m for m in read_metrics(tmp_path / "run") if "loss" in m]
+    assert [m["dropped_groups"] for m in updates] == [0, 1, 0]
+    assert all(math.isfinite(m["reward_mean"]) and m["grad_norm"] > 0 for m in updates)
+
+
+def test_a_reward_is_tried_before_anything_is_trained(small, tmp_path):
+    (tmp_path / "mine.py").write_text("def score(videos, prompts, metadata):\n    return videos.float().mean()\n")
+    with pytest.raises(fg.UserError, match="fails on a blank and a noise video: reward score: ValueError"):
+        fg.train(replace(small, reward=f"{tmp_path}/mine.py:score", run_name="untrained"), progress=False)
+    assert not (Path(small.output_dir) / "untrained").exists()
+
+
+def test_motion_is_the_mean_change_of_a_pixel():
+    videos = torch.zeros(2, 5, 4, 4, 3, dtype=torch.uint8)
+    videos[1, 1::2] = 51  # flickers by a fifth of the range, at each of its four transitions
+    torch.testing.assert_close(fg.motion_reward(videos, ["", ""], [{}, {}]), torch.tensor([0.0, 0.2]))
+
+
+def test_palette_prefers_real_videos_to_each_way_of_cheating():
+    prompts = ["a red circle moving left"] * 4
+    real = ((fg.tiny_videos(prompts, fg.generator(0)) / 2 + 0.5) * 255).round().byte().permute(0, 2, 3, 4, 1)
+    filled, blank, noisy, wrong = torch.zeros_like(real), torch.zeros_like(real), real.clone(), real.flip(-1)
+    filled[..., 0] = 255
+    noisy += torch.randint(0, 60, noisy.shape, generator=fg.generator(1), dtype=torch.uint8) * (noisy < 190)
+    best = fg.palette_reward(real, prompts, [{}] * 4).min()
+    for videos in (filled, blank, noisy, wrong):
+        assert fg.palette_reward(videos, prompts, [{}] * 4).max() < best - 0.1
+
+
+def test_a_mixture_standardizes_its_parts_or_adds_them_raw(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "class Big:\n    def __call__(self, videos, *_):\n        return 1000 * videos[:, 0, 0, 0, 0].float()\n"
+    )
+    config = fg.Config(reward=f"motion:0.25,{tmp_path}/mine.py:Big:-2")
+    videos = torch.randint(0, 256, (6, 3, 4, 4, 3), dtype=torch.uint8, generator=fg.generator("videos"))
+    reward = fg.Reward(config, torch.device("cpu"))
+    scores, error, _ = reward(videos, [{"prompt": ""}] * 6)
+    motion, big = fg.motion_reward(videos, [], []), 1000 * videos[:, 0, 0, 0, 0].float()
+    assert error is None and torch.equal(scores, torch.stack([motion, big], 1))
+    by_hand = 0.25 * (motion - motion.mean()) / motion.std() - 2 * (big - big.mean()) / big.std()
+    torch.testing.assert_close(reward.mix(scores), by_hand, atol=1e-3, rtol=0)
+    raw = fg.Reward(replace(config, reward_mix="raw"), torch.device("cpu"))
+    torch.testing.assert_close(raw.mix(scores), 0.25 * motion - 2 * big)
+
+
+@pytest.mark.parametrize("kind", ["clip", "pickscore"])
+def test_image_rewards_are_the_models_own_scores_of_the_best_frames(tmp_path, kind, request):
+    vision = CLIPVisionConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+                              image_size=32, patch_size=8, projection_dim=16)  # fmt: skip
+    text = CLIPTextConfig(vocab_size=300, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+                          num_attention_heads=2, projection_dim=16, eos_token_id=1)  # fmt: skip
+    torch.manual_seed(0)
+    model = CLIPModel(CLIPConfig(text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=16)).eval()
+    model.save_pretrained(tmp_path)
+    words = Tokenizer(WordLevel({"[PAD]": 0, "[EOS]": 1, "[UNK]": 2, "a": 3, "red": 4, "dog": 5}, "[UNK]"))
+    words.pre_tokenizer = Whitespace()
+    words.post_processor = TemplateProcessing(single="$A [EOS]", special_tokens=[("[EOS]", 1)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", eos_token="[EOS]", unk_token="[UNK]")
+    tokenizer.save_pretrained(tmp_path)
+    images = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    images.save_pretrained(tmp_path)
+
+    config = fg.Config(reward=f"{kind}@{tmp_path}", reward_frames=4, reward_top=0.5)
+    videos = torch.randint(0, 256, (2, 9, 40, 48, 3), dtype=torch.uint8, generator=fg.generator("videos"))
+    scores, error, _ = fg.Reward(config, torch.device("cpu"))(videos, [{"prompt": "a red dog"}, {"prompt": "red"}])
+    assert error is None
+    for video, prompt, score in zip(videos, ("a red dog", "red"), scores[:, 0], strict=True):
+        frames = [Image.fromarray(video[t].numpy()) for t in (0, 3, 5, 8)]  # four evenly spaced ones of nine
+        with torch.no_grad():
+            inputs = tokenizer(prompt, return_tensors="pt") | images(frames, return_tensors="pt")
+            logits = model(**inputs).logits_per_image[:, 0]
+        torch.testing.assert_close(score, logits.topk(2).values.mean(), atol=1e-4, rtol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def bare_python(tmp_path_factory):
+    """The python of a virtual environment that has torch and imageio and what these need, and nothing else."""
+    folder = tmp_path_factory.mktemp("bare") / "venv"
+    venv.create(folder, symlinks=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    wanted, seen = ["torch", "imageio"], set()
+    while wanted:
+        name = wanted.pop()
+        try:
+            found = distribution(name)
+        except PackageNotFoundError:
+            continue  # for another platform
+        if name in seen:
+            continue
+        seen.add(name)
+        required = [Requirement(text) for text in found.requires or []]
+        wanted += [r.name for r in required if r.marker is None or r.marker.evaluate({"extra": ""})]
+        for top in {Path(file).parts[0] for file in found.files if ".." not in Path(file).parts}:
+            link = site / top
+            if not link.exists() and top != "__pycache__":
+                link.symlink_to(Path(found.locate_file(top)).resolve())
+    python = folder / "bin" / "python"
+    for absent in ("diffusers", "accelerate", "transformers", "einops", "safetensors"):
+        assert subprocess.run([python, "-c", f"import {absent}"], capture_output=True).returncode == 1
+    return python
+
+
+@contextmanager
+def server(python, *flags, port=0, token="secret", reward="palette"):
+    """A reward server in its own environment, over loopback; yields its address."""
+    environment = {"PATH": os.environ["PATH"], "FLASH_GRPO_TOKEN": token}
+    command = [python, SCRIPT, "serve", "--reward", reward, "--port", str(port), *flags]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        line = process.stdout.readline()
+        assert line.startswith(f"reward {reward} at http://127.0.0.1:"), process.stderr.read()
+        yield line.split()[-1], process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def loopback(monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setenv("FLASH_GRPO_TOKEN", "secret")
+
+
+def test_a_server_that_is_killed_and_restarted_changes_nothing(bare_python, small, loopback):
+    config, finished = replace(small, num_updates=4, eval_every=1), threading.Event()
+    here = fg.train(replace(config, run_name="here"), progress=False)
+
+    def kill_and_restart(process, port):
+        metrics, patience = Path(small.output_dir) / "there" / "metrics.jsonl", time.monotonic() + 60
+        while not metrics.exists() or '"loss"' not in metrics.read_text():
+            assert time.monotonic() < patience and not finished.is_set()
+            time.sleep(0.02)
+        process.kill()
+        process.wait()
+        with server(bare_python, port=port):
+            assert finished.wait(timeout=60)
+
+    with server(bare_python) as (address, process), ThreadPoolExecutor(1) as background:
+        vandal = background.submit(kill_and_restart, process, int(address.rsplit(":", 1)[1]))
+        there = fg.train(replace(config, reward=address, run_name="there"), progress=False)
+        finished.set()
+        vandal.result()
+    assert [{k.replace("http", "palette"): v for k, v in m.items()} for m in untimed(there)] == untimed(here)
+
+
+def ask(address, body, token="secret", length=None):
+    """The status and the body of a server's answer to a request, over a plain connection."""
+    connection = HTTPConnection(address.removeprefix("http://"), timeout=20)
+    connection.putrequest("POST", "/score")
+    connection.putheader("Authorization", token)
+    connection.putheader("Content-Length", str(len(body)) if length is None else length)
+    connection.endheaders(body)
+    answer = connection.getresponse()
+    return answer.status, answer.read()
+
+
+def test_a_server_refuses_what_it_should_and_goes_on(bare_python, loopback):
+    video = bytes(range(48)) * 16
+    head = json.dumps({"shape": [1, 4, 8, 8, 3], "items": [{"prompt": "a red circle moving left"}]}).encode()
+    with server(bare_python) as (address, process):
+        good = ask(address, head + b"\n" + video)
+        pixels = torch.frombuffer(bytearray(video), dtype=torch.uint8).view(1, 4, 8, 8, 3)
+        expected = fg.palette_reward(pixels, ["a red circle moving left"], [{}])
+        assert good[0] == 200 and json.loads(good[1]) == pytest.approx(expected.tolist(), rel=1e-6)
+        assert ask(address, head + b"\n" + video, token="guess")[0] == 401
+        assert ask(address, head + b"\n" + video, token="")[0] == 401
+        assert ask(address, b"", length=str(10**13))[0] == 413
+        assert ask(address, b"", length="many")[0] == 413
+        pickled = pickle.dumps({"shape": [1, 4, 8, 8, 3]})
+        for garbage in (b"", b"\x00\xff" * 50, pickled, head, head + b"\n" + video[1:], b"{}\n" + video, b"[1]\n",
+                        head.replace(b"[1,", b"[-1,") + b"\n", head.replace(b"[{", b"[7, {") + b"\n" + video,
+                        head.replace(b'{"prompt": "a red circle moving left"}', b"null") + b"\n" + video):  # fmt: skip
+            assert ask(address, garbage)[0] == 400, garbage[:60]
+        assert ask(address, head.replace(b"red", b"beige") + b"\n" + video)[0] == 500  # the reward's own failure
+        with urlopen(f"{address}/health", timeout=20) as answer:
+            assert json.loads(answer.read()) == "palette"
+        assert ask(address, head + b"\n" + video) == good and process.poll() is None
+
+
+def test_servers_are_asked_in_turn_and_stand_in_for_one_that_is_gone(bare_python, loopback, monkeypatch):
+    videos = torch.randint(0, 256, (2, 3, 4, 4, 3), dtype=torch.uint8, generator=fg.generator("videos"))
+    asked, opened = [], fg.urlopen
+    monkeypatch.setattr(fg, "urlopen", lambda request, **o: asked.append(request.full_url) or opened(request, **o))
+    with server(bare_python, reward="motion") as (one, first), server(bare_python, reward="motion") as (other, _):
+        reward = fg.HttpReward(f"{one}+{other}", fg.Config())
+        for _ in range(2):
+            found = reward(videos, ["", ""], [{"prompt": ""}] * 2)
+            torch.testing.assert_close(found, fg.motion_reward(videos, [], []))
+        assert asked == [one, other]
+        first.kill()
+        first.wait()
+        monkeypatch.setattr(fg.time, "sleep", lambda seconds: None)
+        torch.testing.assert_close(reward(videos, ["", ""], [{"prompt": ""}] * 2), found)
+        assert asked[2:] == [one, other]
+
+
+def test_a_silent_or_refusing_server_is_an_error_and_never_a_number(bare_python, loopback, monkeypatch):
+    videos, pauses = torch.zeros(1, 2, 4, 4, 3, dtype=torch.uint8), []
+    monkeypatch.setattr(fg.time, "sleep", pauses.append)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and never answers
+        reward = fg.HttpReward(f"http://127.0.0.1:{silent.getsockname()[1]}", fg.Config(reward_timeout=1))
+        started = time.monotonic()
+        with pytest.raises(fg.RewardError, match="timed out"):
+            reward(videos, [""], [{"prompt": ""}])
+        assert time.monotonic() - started < 15 and pauses == [1, 2, 4, 8, 16, 0]
+    monkeypatch.setenv("FLASH_GRPO_TOKEN", "guess")
+    with server(bare_python, reward="motion") as (address, _):
+        reward, asked = fg.HttpReward(address, fg.Config()), len(pauses)
+        with pytest.raises(fg.RewardError, match="401: wrong or missing token"):
+            reward(videos, [""], [{"prompt": ""}])
+        assert len(pauses) == asked  # asking again would be no use
