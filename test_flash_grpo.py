@@ -3,15 +3,21 @@
 OMP_NUM_THREADS=1 python -m pytest -q test_flash_grpo.py
 """
 
+import builtins
+import contextlib
 import json
 import math
+import multiprocessing
 import os
 import pickle
+import resource
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+import traceback
 import venv
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,8 +25,10 @@ from dataclasses import replace
 from http.client import HTTPConnection
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.request import urlopen
 
+import hypothesis
 import imageio.v3 as imageio
 import pytest
 import torch
@@ -31,6 +39,7 @@ from diffusers import (
     WanPipeline,
     WanTransformer3DModel,
 )
+from hypothesis import assume, given, strategies
 from packaging.requirements import Requirement
 from PIL import Image
 from safetensors.torch import load_file
@@ -51,6 +60,8 @@ import flash_grpo as fg
 
 SCRIPT = Path(__file__).parent / "flash_grpo.py"
 KINDS = ["wan", "flow", "dance", "cps"]
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=100)
+hypothesis.settings.load_profile("repeatable")
 F64 = torch.float64
 
 
@@ -817,20 +828,20 @@ def test_bf16_runs_and_reports_the_drift(pipelines, tmp_path):
     assert all(m["grad_norm"] > 0 and m["ratio_dev_max"] < 0.1 and m["bad_updates"] == 0 for m in updates)
 
 
-def launch(folder, name, processes, tmp_path, *flags):
+def launch(folder, name, processes, tmp_path, *flags, machine=()):
     """Run the script on several gloo processes; returns its metrics and exported adapter."""
     common = f"""--height 32 --width 32 --num_frames 5 --num_steps 4 --dtype fp32 --guidance_scale 3 --reward motion
         --tracker none --eval_num_steps 2 --eval_videos 0 --eval_every 0 --prompts_per_update 2 --group_size 2
         --no_gradient_checkpointing --lr 1e-4 --ema_every 1 --adam_eps 1e-6
         --model {folder} --run_name {name} --output_dir {tmp_path}"""
     flags = [*common.split(), *flags]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    torchrun = ["-m", "torch.distributed.run", *(machine or ["--standalone"]), "--nproc_per_node", str(processes)]
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "FLASH_GRPO_CACHE": str(tmp_path / "cache"),
         "CUDA_VISIBLE_DEVICES": "",
     }
-    command = [sys.executable, *(torchrun if processes > 1 else []), str(Path(fg.__file__)), *flags]
+    command = [sys.executable, *(torchrun if processes > 1 or machine else []), str(Path(fg.__file__)), *flags]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
@@ -1178,3 +1189,354 @@ def test_a_silent_or_refusing_server_is_an_error_and_never_a_number(bare_python,
         with pytest.raises(fg.RewardError, match="401: wrong or missing token"):
             reward(videos, [""], [{"prompt": ""}])
         assert len(pauses) == asked  # asking again would be no use
+
+
+# ==== Faults: killed, out of disk, damaged, a lost process, numbers that are not finite ===============================
+
+# A fresh process that has imported the script already, forked for each run, so that a killed run takes a second.
+FORKSERVER = multiprocessing.get_context("forkserver")
+FORKSERVER.set_forkserver_preload(["test_flash_grpo"])
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_until(config, target, count, moment, cache):
+    """In a process of its own: train, and be killed at the count-th call of a function, before, amid or after it."""
+    torch.set_num_threads(1)
+    fg.CACHE = cache or fg.CACHE
+    sys.stderr = open(Path(config.output_dir) / f"{config.run_name}.err", "a", buffering=1)
+    *path, name = target.split(".")
+    owner = {"fg": fg, "torch": torch, "Path": Path, "builtins": builtins}[path[0]]
+    for part in path[1:]:
+        owner = getattr(owner, part)
+    function, calls = getattr(owner, name), []
+
+    def fatal(*arguments, **options):
+        calls.append(1)
+        if len(calls) == count and moment == "before":
+            die()
+        result = function(*arguments, **options)
+        if len(calls) == count and moment == "after":
+            die()
+        return result
+
+    def torn(path, mode="r", *arguments, **options):  # writes half of the count-th line of metrics.jsonl
+        if mode != "a" or not str(path).endswith("metrics.jsonl"):
+            return function(path, mode, *arguments, **options)
+        calls.append(1)
+        if len(calls) < count:
+            return function(path, mode)
+        file = function(path, "ab", buffering=0)
+        half = SimpleNamespace(write=lambda text: (file.write(text.encode()[: len(text) // 2]), die()))
+        return contextlib.nullcontext(half)
+
+    setattr(owner, name, torn if moment == "amid" else fatal)
+    fg.train(config, progress=False)
+
+
+def train_apart(config, target="fg.train", count=10**9, moment="before", cache=None):
+    """Train in a process of its own; returns its exit code, -9 if it was killed."""
+    process = FORKSERVER.Process(target=run_until, args=(config, target, count, moment, cache))
+    process.start()
+    process.join(timeout=120)
+    assert process.exitcode is not None, "hangs"
+    return process.exitcode
+
+
+def final_state(folder):
+    """What must be the same however often a run was interrupted: its metrics, and all tensors as bytes."""
+    files = [*(folder / "checkpoints" / "000003").glob("*.safetensors"), folder / "lora" / LORA_FILE]
+    tensors = {f"{file.name} {name}": t.numpy().tobytes() for file in files for name, t in load_file(file).items()}
+    return untimed(read_metrics(folder)), tensors
+
+
+LORA_FILE = "pytorch_lora_weights.safetensors"
+
+
+@pytest.fixture(scope="module")
+def unharmed(small):
+    """Settings of a run of 3 updates that saves and evaluates after each, and what it leaves."""
+    config = replace(small, num_updates=3, eval_every=0, save_every=1, eval_videos=1, keep=1, run_name="unharmed")
+    assert train_apart(config) == 0
+    return config, final_state(Path(small.output_dir) / "unharmed")
+
+
+MOMENTS = [
+    ("fg.WanPolicy.velocity", 1, "before"),  # in the evaluation before the first update
+    ("fg.write_video", 1, "before"), ("fg.iio.imwrite", 1, "after"), ("fg.draw_pictures", 1, "before"),
+    ("builtins.open", 1, "amid"), ("builtins.open", 3, "amid"),  # half of a line of metrics.jsonl
+    ("fg.WanPolicy.velocity", 20, "after"), ("fg.Reward.__call__", 6, "before"), ("fg.learn", 2, "before"),
+    ("torch.Tensor.backward", 2, "after"), ("torch.optim.AdamW.step", 2, "after"), ("fg.State.step_ema", 2, "after"),
+    ("fg.dcp.save", 2, "before"), ("fg.dcp.HuggingFaceStorageWriter.write_data", 2, "after"),
+    ("fg.dcp.HuggingFaceStorageWriter.finish", 1, "before"), ("Path.write_text", 7, "after"),
+    ("Path.rename", 1, "after"), ("Path.rename", 3, "before"), ("fg.export", 2, "before"),
+    ("fg.WanPipeline.save_lora_weights", 2, "after"), ("fg.shutil.rmtree", 5, "after"),
+    ("fg.save_checkpoint", 3, "after"),
+]  # fmt: skip
+
+
+def test_a_run_killed_at_any_moment_resumes_as_if_nothing_had_happened(unharmed, small):
+    config, expected = unharmed
+
+    def kill_and_resume(moment):
+        ours = replace(config, run_name="killed " + " ".join(map(str, moment)))
+        killed, resumed = train_apart(ours, *moment), train_apart(replace(ours, resume=True))
+        return (*moment, killed, resumed, final_state(Path(small.output_dir) / ours.run_name) == expected)
+
+    with ThreadPoolExecutor(2) as workers:
+        found = list(workers.map(kill_and_resume, MOMENTS))
+    assert found == [(*moment, -signal.SIGKILL, 0, True) for moment in MOMENTS]
+
+
+def test_a_run_killed_while_it_caches_embeddings_makes_them_again(pipelines, tmp_path):
+    config = wan_config(pipelines["wan2.1"], num_updates=1, output_dir=str(tmp_path), run_name="run", eval_every=0)
+    cache = tmp_path / "cache"
+    assert train_apart(config, "fg.save_file", 3, "after", cache) == -signal.SIGKILL  # written, not renamed
+    assert train_apart(replace(config, resume=True), cache=cache) == 0
+    whole = [load_file(file) for file in (tmp_path / "cache" / "prompts").glob("[!.]*")]
+    assert len(whole) > 3 and all(len(tensors["embedding"]) for tensors in whole)
+
+
+def fill_the_disk(config):
+    """In a process of its own: train; from the second checkpoint on no file can grow beyond 100 kB."""
+    torch.set_num_threads(1)
+    save, calls = fg.dcp.save, []
+
+    def full(*arguments, **options):
+        calls.append(1)
+        if len(calls) == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+        return save(*arguments, **options)
+
+    fg.dcp.save = full
+    try:
+        fg.train(config, progress=False)
+    except BaseException as error:
+        Path(config.output_dir, "error.txt").write_text("".join(traceback.format_exception(error)))
+        raise
+
+
+def test_a_full_disk_is_an_error_that_leaves_the_checkpoint_before(unharmed, small):
+    config, expected = unharmed
+    config = replace(config, run_name="full disk")
+    process = FORKSERVER.Process(target=fill_the_disk, args=(config,))
+    process.start()
+    process.join(timeout=120)
+    assert process.exitcode == 1 and "OSError" in Path(small.output_dir, "error.txt").read_text()
+    checkpoints = Path(small.output_dir) / "full disk" / "checkpoints"
+    assert [folder.name for folder in checkpoints.glob("[0-9]*")] == ["000001"]
+    assert train_apart(replace(config, resume=True)) == 0
+    assert final_state(checkpoints.parent) == expected
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "state cut", "state gone"])
+def test_of_a_damaged_checkpoint_the_one_before_is_taken(unharmed, small, damage):
+    config, expected = unharmed
+    config = replace(config, run_name=f"damaged {damage}", num_updates=2, keep=2)
+    assert train_apart(config) == 0
+    newest = Path(small.output_dir) / config.run_name / "checkpoints" / "000002"
+    (tensors,), state = newest.glob("*.safetensors"), newest / "state.json"
+    if damage == "truncated":
+        os.truncate(tensors, tensors.stat().st_size - 1)
+    elif damage == "missing":
+        tensors.unlink()
+    elif damage == "state cut":
+        os.truncate(state, state.stat().st_size // 2)
+    else:
+        state.unlink()
+    assert train_apart(replace(config, num_updates=3, resume=True)) == 0
+    assert f"checkpoint {newest} is damaged" in Path(small.output_dir, f"{config.run_name}.err").read_text()
+    (_, tensors), (_, wanted) = final_state(newest.parents[1]), expected
+    assert tensors == wanted  # its metrics have one evaluation more, after the second update
+
+
+def test_sigterm_saves_and_leaves_quietly(unharmed, small):
+    config, expected = unharmed
+    config = replace(config, run_name="terminated", num_updates=1000, save_every=0)
+    process = FORKSERVER.Process(target=run_until, args=(config, "fg.train", 10**9, "before", None))
+    process.start()
+    metrics, patience = Path(small.output_dir) / "terminated" / "metrics.jsonl", time.monotonic() + 60
+    while not metrics.exists() or metrics.read_text().count('"loss"') < 2:
+        assert time.monotonic() < patience and process.is_alive()
+        time.sleep(0.02)
+    process.terminate()
+    process.join(timeout=60)
+    assert process.exitcode == 0
+    (saved,) = (metrics.parent / "checkpoints").glob("[0-9]*")
+    assert int(saved.name) == max(m["update"] for m in read_metrics(metrics.parent)) < 1000
+    done, wanted = (
+        [m for m in untimed(lines) if m["update"] < 3] for lines in (read_metrics(metrics.parent), expected[0])
+    )
+    assert done == wanted
+
+
+PATCHED = """
+import os, sys
+sys.path.insert(0, {folder!r})
+import flash_grpo as fg
+loss, calls = fg.grpo_loss, []
+
+def broken(*arguments):
+    calls.append(1)
+    value, stats = loss(*arguments)
+    if os.environ["RANK"] == "1" and len(calls) in {calls}:
+        {fault}
+    return value, stats
+
+fg.grpo_loss = broken
+fg.train(fg.parse_args(sys.argv[1:])[1], progress=False)
+"""
+
+
+def patched(tmp_path, fault, calls, *flags):
+    """A run of two processes of which the second meets a fault at some of its calls of the loss."""
+    (tmp_path / "patched.py").write_text(PATCHED.format(folder=str(SCRIPT.parent), fault=fault, calls=calls))
+    common = """--num_updates 4 --prompts_per_update 2 --group_size 2 --eval_every 0 --eval_videos 0 --eval_num_steps 2
+        --tracker none --run_name run --method flow --save_every 1 --micro_batch 64""".split()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+               str(tmp_path / "patched.py"), *common, *flags, "--output_dir", str(tmp_path)]  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
+
+
+def test_a_nonfinite_loss_of_one_process_skips_the_update_on_all(tmp_path):
+    done = patched(tmp_path, "value = value * float('nan')", (2,))
+    assert done.returncode == 0, done.stderr[-2000:]
+    updates = [m for m in read_metrics(tmp_path / "run") if "loss" in m]
+    assert [m["bad_updates"] for m in updates] == [0, 1, 0, 0]
+    assert [math.isfinite(m["grad_norm"]) for m in updates] == [True, False, True, True]
+    assert all(torch.isfinite(t).all() for t in load_file(tmp_path / "run" / "lora" / LORA_FILE).values())
+
+
+def test_too_many_nonfinite_updates_in_a_row_end_the_run_with_a_checkpoint(tmp_path):
+    done = patched(tmp_path, "value = value * float('inf')", (2, 3, 4), "--max_bad_updates", "2")
+    assert done.returncode == 1 and "2 updates in a row had a non-finite gradient" in done.stderr
+    assert [m["update"] for m in read_metrics(tmp_path / "run")] == [0, 1, 2, 3]
+    assert (tmp_path / "run" / "checkpoints" / "000003" / "state.json").exists()
+
+
+@pytest.mark.parametrize(
+    "fault, shown", [("1 / 0", "ZeroDivisionError"), ("os.kill(os.getpid(), 9)", "exitcode  : -9")]
+)
+def test_when_one_process_is_lost_the_other_ends_and_its_error_is_shown(tmp_path, fault, shown):
+    started = time.monotonic()
+    done = patched(tmp_path, fault, (2,), "--timeout", "600")
+    assert done.returncode == 1 and shown in done.stderr
+    assert time.monotonic() - started < 60  # far below the time-out of a collective
+    assert (tmp_path / "run" / "checkpoints" / "000001" / "state.json").exists()
+
+
+def test_two_machines_give_what_two_processes_give(pipelines, tmp_path):
+    flags = ["--num_updates", "2"]
+    together = launch(pipelines["wan2.1"], "together", 2, tmp_path, *flags)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    with ThreadPoolExecutor(2) as machines:
+        where = [f"--nnodes 2 --node_rank {r} --master_addr 127.0.0.1 --master_port {port}".split() for r in (0, 1)]
+        apart = [machines.submit(launch, pipelines["wan2.1"], "apart", 1, tmp_path, *flags, machine=w) for w in where]
+        for result in apart:
+            assert_same(together, result.result(), tolerance=0)
+
+
+def test_the_share_of_epsilon_is_that_of_adams_denominator(small):
+    config = replace(small, num_updates=2, adam_eps=1e-7, method="flash", run_name="eps")
+    share = fg.train(config, progress=False)[-2]["adam_eps_share"]
+    (file,) = (Path(small.output_dir) / "eps" / "checkpoints" / "000002").glob("*.safetensors")
+    squares = torch.cat([t.flatten() for name, t in load_file(file).items() if name.startswith("exp_avg_sq.")])
+    root = (squares[squares > 0] / (1 - 0.999**2)).sqrt()
+    assert share == pytest.approx((1e-7 / (root + 1e-7)).mean().item(), rel=1e-4) and 0.1 < share < 0.9
+
+
+def test_importing_the_script_is_quiet_and_stays_offline():
+    watch = """
+import sys
+def refuse(event, arguments):
+    if event in ("socket.connect", "socket.getaddrinfo", "subprocess.Popen", "os.fork", "os.system", "os.posix_spawn"):
+        raise SystemExit(f"import does {event} {arguments}")
+sys.addaudithook(refuse)
+import flash_grpo
+"""
+    done = subprocess.run([sys.executable, "-c", watch], capture_output=True, text=True, cwd=SCRIPT.parent)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("method", ["flash", "flash-shared"])
+def test_what_is_kept_of_a_rollout_does_not_grow_with_the_steps(policy, method):
+    """Two latents and scalars for each video, however many steps it took."""
+    kept = []
+    for steps in (10, 30):
+        made, _ = roll(policy, fg.fill(fg.Config(method=method, num_steps=steps)))
+        kept.append([tuple(value.shape) for value in vars(made).values()])
+    assert kept[0] == kept[1] and kept[0][2] == (6, *policy.latent_shape)  # x_next: one transition for each of 6
+
+
+# ==== Pure functions, property by property ============================================================================
+
+FRACTION = strategies.floats(0, 1, exclude_min=True)
+REWARD = strategies.floats(-1e6, 1e6)
+
+
+@given(strategies.integers(1, 200), strategies.floats(1e-3, 1e3))
+def test_sigmas_fall_from_one_to_zero(steps, shift):
+    sigmas = fg.make_sigmas(steps, shift)
+    assert sigmas[0] == 1 and sigmas[-1] == 0 and len(sigmas) == steps + 1 and (sigmas.diff() < 0).all()
+
+
+@given(
+    FRACTION,
+    strategies.floats(0, 1),
+    FRACTION,
+    strategies.sampled_from(KINDS),
+    strategies.sampled_from([16.0, 1e-8, 1e8]),
+)
+def test_a_step_is_finite_wherever_it_is_defined(sigma, share, sigma_max, kind, size):
+    sigma_next = share * sigma
+    assume(sigma_next < sigma and not (kind == "flow" and sigma == sigma_max == 1))
+    x = torch.full((1, 1, 1, 1, 1), size, dtype=F64)
+    try:
+        mean, std, grad_scale = fg.sde_step(x, -x, sigma, sigma_next, min(sigma_max, 1 - 1e-9), kind)
+    except ValueError as error:
+        assert "std 0" in str(error) and (sigma_next == 0 or sigma < 1e-100 or sigma_max < 1e-100)
+        return
+    assert std > 0 and not torch.isnan(mean).any() and grad_scale >= 0
+
+
+@given(
+    strategies.lists(strategies.tuples(REWARD, REWARD), min_size=1, max_size=8),
+    strategies.sampled_from(["global", "group"]),
+)
+def test_advantages_of_pairs_are_opposite_bounded_and_kind_to_equal_rewards(pairs, std):
+    rewards = torch.tensor(pairs, dtype=F64).flatten()
+    advantages = fg.group_advantages(rewards, torch.arange(len(rewards)) // 2, std).view(-1, 2)
+    assert advantages.dtype == torch.float32 and torch.equal(advantages[:, 0], -advantages[:, 1])
+    for (a, b), (first, second) in zip(pairs, advantages.tolist(), strict=True):
+        assert abs(first) <= 5 and (first == 0 if a == b else (first - second) * (a - b) >= 0)
+
+
+@given(strategies.lists(strategies.floats(1e-12, 1e12), min_size=1, max_size=20))
+def test_weights_have_mean_one_and_make_every_pull_alike(scales):
+    weights = fg.rectification_weights(torch.tensor(scales, dtype=F64)).double()
+    assert weights.mean() == pytest.approx(1, rel=1e-5)
+    pull = weights * torch.tensor(scales, dtype=F64)
+    kept = weights > 1e-30  # below, float32 has no such number
+    torch.testing.assert_close(pull[kept], pull[kept][:1].expand(kept.sum()), rtol=1e-5, atol=0)
+
+
+@given(strategies.integers(1, 4), strategies.integers(1, 4), strategies.integers(1, 12), strategies.data())
+def test_masks_stay_in_the_window(prompts, group, steps, data):
+    start = data.draw(strategies.integers(0, steps - 1))
+    stop = data.draw(strategies.integers(start + 1, steps))
+    count = data.draw(strategies.integers(0, stop - start))
+    mask = fg.draw_sde_mask(
+        prompts, group, steps, (start, stop), count, data.draw(strategies.sampled_from(["iso", "random"]))
+    )
+    assert (mask.sum(1) == (count or stop - start)).all() and not mask[:, :start].any() and not mask[:, stop:].any()
+
+
+def test_a_rollout_without_stochastic_steps_keeps_nothing(policy):
+    config = fg.fill(fg.Config())
+    noise = torch.zeros(2, *policy.latent_shape)
+    made = fg.rollout(policy, config, ["a red circle moving left"] * 2, noise, torch.zeros(2, 4) > 0, [(), ()])
+    assert made.latents.shape == noise.shape and not len(made.x_next) and not len(made.log_prob) and not len(made.step)
