@@ -3,6 +3,7 @@
 OMP_NUM_THREADS=1 python -m pytest -q test_flash_grpo.py
 """
 
+import ast
 import builtins
 import contextlib
 import json
@@ -10,6 +11,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import re
 import resource
 import signal
 import socket
@@ -1540,3 +1542,49 @@ def test_a_rollout_without_stochastic_steps_keeps_nothing(policy):
     noise = torch.zeros(2, *policy.latent_shape)
     made = fg.rollout(policy, config, ["a red circle moving left"] * 2, noise, torch.zeros(2, 4) > 0, [(), ()])
     assert made.latents.shape == noise.shape and not len(made.x_next) and not len(made.log_prob) and not len(made.step)
+
+
+# ==== The notebooks and the README ====================================================================================
+
+NOTEBOOKS = sorted((SCRIPT.parent / "notebooks").glob("*.ipynb"))
+
+
+def defined(source):
+    tree = ast.parse(source)
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    return {node.name for node in ast.walk(tree) if isinstance(node, kinds)}
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_uses_the_script_and_copies_nothing_of_it(notebook):
+    cells = json.loads(notebook.read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert "import flash_grpo as fg" in code[0] and f"jupyter lab notebooks/{notebook.name}" in "".join(
+        cells[0]["source"]
+    )
+    assert not defined("\n".join(code)) & defined(SCRIPT.read_text())
+    outputs = [output for cell in cells if cell["cell_type"] == "code" for output in cell["outputs"]]
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    assert not any(output["output_type"] == "error" for output in outputs)
+    assert any("assert " in text for text in code[-1:])  # ends on something that is known exactly
+
+
+def test_there_are_five_notebooks():
+    assert [path.name[:2] for path in NOTEBOOKS] == ["01", "02", "03", "04", "05"]
+
+
+def test_the_reward_of_the_readme_takes_the_best_frames(tmp_path, monkeypatch):
+    """The README's HPSv3 reward, with a stand-in for the package: 8 frames, the mean of the best two."""
+    (block,) = re.findall(r"```python\n(.*?)```", (SCRIPT.parent / "README.md").read_text(), re.S)
+    (tmp_path / "hpsv3.py").write_text(
+        "class HPSv3RewardInferencer:\n    def __init__(self, device):\n        assert device == 'cuda'\n"
+        "    def reward(self, prompts, image_paths):\n"
+        "        return [(image.getpixel((0, 0))[0] / 255 + len(p), 9.0) for p, image in zip(prompts, image_paths)]\n"
+    )
+    (tmp_path / "hpsv3_reward.py").write_text(block)
+    monkeypatch.syspath_prepend(tmp_path)
+    videos = torch.zeros(2, 15, 4, 4, 3, dtype=torch.uint8)
+    videos[1, [0, 1, 4]] = 255  # frames 0, 2, .., 14 are looked at, so two of the three white ones
+    reward = fg.Reward(fg.Config(reward=f"{tmp_path}/hpsv3_reward.py:HPSv3"), torch.device("cpu"))
+    scores, error, _ = reward(videos, [{"prompt": "ab"}, {"prompt": "abc"}])
+    assert error is None and scores[:, 0].tolist() == [2.0, 4.0]
