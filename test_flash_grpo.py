@@ -476,6 +476,31 @@ def test_an_update_takes_the_evaluations_of_the_formula_and_starts_on_policy(sma
     assert update["ratio_dev_max"] < 1e-6 and update["grad_norm"] > 0
 
 
+def test_removing_a_part_of_flash_changes_that_part_alone(small):
+    changes = {
+        "flash": {},
+        "weights": {"rectify": False},
+        "steps": {"grouping": "random"},
+        "noise": {"group_noise": "shared"},
+    }
+    found, masks = {}, {}
+    for name, change in changes.items():
+        config = replace(small, method="flash", num_updates=1, group_size=6, run_name=f"without {name}", **change)
+        before, update, _ = untimed(fg.train(config, progress=False))
+        found[name], masks[name] = (before, update), fg.draw_masks(fg.fill(config), 0)[0]
+    assert all(before == found["flash"][0] for before, _ in found.values())  # one start, one evaluation
+    # Without rectification: the very same videos and rewards; only what is learnt from them differs.
+    learnt = ("loss", "grad_norm", "adam_eps_share")
+    flash, unweighted = ({k: v for k, v in found[name][1].items() if k not in learnt} for name in ("flash", "weights"))
+    assert flash == unweighted and found["flash"][1]["grad_norm"] != found["weights"][1]["grad_norm"]
+    # Without iso-temporal grouping: other steps, as many, from the same window; the cost does not change.
+    assert torch.equal(masks["flash"], masks["weights"]) and torch.equal(masks["flash"], masks["noise"])
+    assert not torch.equal(masks["flash"], masks["steps"]) and found["steps"][1]["nfe"] == found["flash"][1]["nfe"]
+    assert torch.equal(masks["steps"].sum(1), masks["flash"].sum(1)) and not masks["steps"][:, 5:].any()
+    # With shared noise: the same steps, fewer evaluations.
+    assert found["noise"][1]["nfe"] < found["flash"][1]["nfe"]
+
+
 @pytest.fixture(scope="module")
 def whole(small):
     """A run of 4 updates: its settings, its history and its folder."""
